@@ -1,0 +1,176 @@
+"""Every error kvmsgr raises.
+
+KvmsgrError
+├── ConfigError                 what you passed cannot work
+│   ├── LayoutError             a cache, span or chunk is described wrongly
+│   └── MismatchError           two messengers do not fit together
+│       └── LayoutMismatchError
+├── ProtocolError (abstract)    a control message broke the rules
+│   ├── LocalProtocolError      a call came in a state that does not allow it
+│   └── RemoteProtocolError     the peer did it
+├── TransferError               one request failed; carries the reason code both sides share
+│   ├── AdmissionError
+│   │   ├── BusyError           try again later
+│   │   └── RefusedError        will not be served
+│   ├── FabricError             libfabric said no
+│   ├── PeerLostError           the peer's connection ended
+│   ├── TransferTimeout         the time allowed ran out
+│   ├── ShortCountError         all writes were posted, fewer rows landed
+│   ├── CountOverflowError      more rows landed than were expected
+│   ├── StepFaultError          a forward pass ran fewer or more layers than announced, or none in time
+│   └── EngineFailedError       the engine on one side gave the request up
+├── MessengerClosedError
+└── InternalError               our bug: please report it
+"""
+
+from __future__ import annotations
+
+from kvmsgr_protocol import Reason
+
+
+class KvmsgrError(Exception):
+    """Base of every error of this package."""
+
+
+class ConfigError(KvmsgrError):
+    """Something that was passed in cannot work."""
+
+
+class LayoutError(ConfigError):
+    """A cache, a span or a chunk is described wrongly."""
+
+
+class MismatchError(ConfigError):
+    """Two messengers cannot work together: `field` differs.
+
+    Args:
+        field: Name of the first field that differs.
+        ours: Value on this side.
+        theirs: Value on the other side.
+    """
+
+    def __init__(self, field: str, ours: object, theirs: object, advice: str = "both sides must agree") -> None:
+        super().__init__(f"{field} differs: ours is {ours!r}, theirs is {theirs!r}; {advice}")
+        self.field, self.ours, self.theirs = field, ours, theirs
+
+
+class LayoutMismatchError(MismatchError):
+    """Two cache layouts between which nothing can be moved correctly."""
+
+
+class ProtocolError(KvmsgrError):
+    """A rule of the protocol was broken; see the two subclasses."""
+
+    def __init__(self, message: str) -> None:
+        if type(self) is ProtocolError:
+            raise TypeError("ProtocolError is abstract: raise LocalProtocolError or RemoteProtocolError")
+        super().__init__(message)
+
+
+class LocalProtocolError(ProtocolError):
+    """A call came in a state that does not allow it."""
+
+
+class RemoteProtocolError(ProtocolError):
+    """The peer broke the protocol."""
+
+
+class TransferError(KvmsgrError):
+    """One request failed. `reason` is the same on both sides; `request_id` names the request."""
+
+    reason: Reason
+
+    def __init__(self, request_id: str, detail: str, reason: Reason | None = None) -> None:
+        if reason is not None:
+            self.reason = reason
+        super().__init__(f"request {request_id!r}: {detail} [{self.reason}]")
+        self.request_id, self.detail = request_id, detail
+
+
+class AdmissionError(TransferError):
+    """The prefiller did not take the request."""
+
+    reason = Reason.refused
+
+
+class BusyError(AdmissionError):
+    """The prefiller is busy; `retry_after_s` is its advice, None when it gave none."""
+
+    reason = Reason.busy
+
+    def __init__(
+        self, request_id: str, detail: str, reason: Reason | None = None, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(request_id, detail, reason)
+        self.retry_after_s = retry_after_s
+
+
+class RefusedError(AdmissionError):
+    """The prefiller will not serve the request."""
+
+    reason = Reason.refused
+
+
+class FabricError(TransferError):
+    """A libfabric operation failed, and with it the whole epoch of that peer."""
+
+    reason = Reason.fabric
+
+
+class PeerLostError(TransferError):
+    """The connection to the peer ended while the request was alive."""
+
+    reason = Reason.peer_lost
+
+
+class TransferTimeout(TransferError):
+    """The time allowed ran out."""
+
+    reason = Reason.timeout
+
+
+class CountError(TransferError):
+    """The rows that landed are not the rows expected; carries both numbers."""
+
+    def __init__(
+        self,
+        request_id: str,
+        detail: str,
+        reason: Reason | None = None,
+        rows_landed: int = 0,
+        rows_expected: int = 0,
+    ) -> None:
+        super().__init__(request_id, detail, reason)
+        self.rows_landed, self.rows_expected = rows_landed, rows_expected
+
+
+class ShortCountError(CountError):
+    """The sender posted every row, and no more rows land."""
+
+    reason = Reason.short_count
+
+
+class CountOverflowError(CountError):
+    """More rows landed than the request has."""
+
+    reason = Reason.overflow
+
+
+class StepFaultError(TransferError):
+    """A step ran fewer or more layers than announced, or did not end in time."""
+
+    reason = Reason.step_fault
+
+
+class EngineFailedError(TransferError):
+    """The engine of one side gave the request up."""
+
+    reason = Reason.engine
+
+
+class MessengerClosedError(KvmsgrError):
+    """The messenger is closed."""
+
+
+class InternalError(KvmsgrError):
+    """A bug in kvmsgr. Please report it with the message."""
