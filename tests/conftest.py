@@ -1,0 +1,46 @@
+"""What every test gets: a guard against native leaks, and both event loops where it matters."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+import uvloop
+
+LoopFactory = Callable[[], asyncio.AbstractEventLoop]
+
+LOOPBACK_TESTS = Path(__file__).parent / "loopback"
+
+
+def debug_loop() -> asyncio.AbstractEventLoop:
+    """The loop of asyncio in debug mode: it reports slow callbacks and calls from the wrong thread."""
+    loop = asyncio.new_event_loop()
+    loop.set_debug(True)
+    return loop
+
+
+def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> Mapping[str, LoopFactory]:
+    """Run the tests that touch real I/O on both loops, the others on asyncio's debug loop alone."""
+    if LOOPBACK_TESTS in item.path.parents:
+        return {"asyncio": debug_loop, "uvloop": uvloop.new_event_loop}
+    return {"asyncio": debug_loop}
+
+
+def live_native_objects() -> dict[str, int]:
+    """Count the native objects that are still alive, by kind; empty when the native layer was never imported."""
+    native = sys.modules.get("kvmsgr._ext.native")
+    return {kind: num for kind, num in native.debug_counters().items() if num} if native else {}
+
+
+@pytest.fixture(autouse=True)
+def no_native_leaks() -> Iterator[None]:
+    """Fail a test that leaves native objects behind, and name their kinds."""
+    yield
+    if live_native_objects():
+        gc.collect()  # objects in a cycle are late, not leaked
+        leaked = live_native_objects()
+        assert not leaked, f"the test left native objects alive: {leaked}; close what it opened"
