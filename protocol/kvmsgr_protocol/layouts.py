@@ -1,0 +1,162 @@
+"""How a rank's cache lies in memory, as one side tells the other."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from .bounds import MAX_ENTRIES, MAX_GROUPS, MAX_REGIONS, U31, U63, U64, Name, Positive
+
+
+class Region(Struct, frozen=True):
+    """Memory the receiver of this message may write into.
+
+    Args:
+        base: Address to put into a write for the region's first byte.
+        num_bytes: Its length.
+        key: The remote key.
+    """
+
+    base: U64
+    num_bytes: U63
+    key: U64
+
+
+class Endpoint(Struct, frozen=True):
+    """A fabric address.
+
+    Args:
+        provider: libfabric provider by name.
+        address: Its address as the provider writes it.
+        window: Operations the receiver of this message may have outstanding towards it.
+    """
+
+    provider: Name
+    address: Annotated[bytes, Meta(max_length=1024)]
+    window: Positive
+
+
+class PlaneLayout(Struct, frozen=True):
+    """Strides of one plane: its row (page, head, token) starts at the entry's offset plus index times stride of each.
+
+    Args:
+        row_bytes: Bytes of one row (one token, one head).
+        page_stride_bytes: Distance between neighbouring pages.
+        head_stride_bytes: Distance between neighbouring heads; 0 where there is one head.
+        token_stride_bytes: Distance between neighbouring tokens of a page; 0 where a page has one token.
+    """
+
+    row_bytes: Positive
+    page_stride_bytes: U63
+    head_stride_bytes: U63
+    token_stride_bytes: U63
+
+
+class LayerEntry(Struct, frozen=True):
+    """Where one plane of one layer lies.
+
+    Args:
+        layer: Global index of the layer.
+        plane: Index into the group's planes.
+        region: Index into the rank's regions.
+        offset_bytes: Offset in the region of page 0, first head, token 0.
+        signal: The layer is final once the layer counter shows this many bumps.
+    """
+
+    layer: U31
+    plane: U31
+    region: U31
+    offset_bytes: U63
+    signal: Positive
+
+
+class GroupLayout(Struct, frozen=True):
+    """One cache group on one rank: layers that share page geometry.
+
+    Args:
+        name: Name of the group, the same on all sides.
+        dtype: Element type by name, compared as text.
+        item_bytes: Bytes of one element.
+        page_tokens: Tokens a page holds.
+        num_pages: Pages of the group on this rank.
+        head_start: Global index of this rank's first head.
+        num_heads: Heads this rank holds.
+        total_heads: Heads of the model's layer.
+        planes: K and V, or one latent plane.
+        entries: One for each (layer, plane).
+    """
+
+    name: Name
+    dtype: Name
+    item_bytes: Positive
+    page_tokens: Positive
+    num_pages: Positive
+    head_start: U31
+    num_heads: Positive
+    total_heads: Positive
+    planes: Annotated[list[PlaneLayout], Meta(min_length=1, max_length=16)]
+    entries: Annotated[list[LayerEntry], Meta(min_length=1, max_length=MAX_ENTRIES)]
+
+    def __post_init__(self) -> None:
+        if self.head_start + self.num_heads > self.total_heads:
+            raise ValueError(
+                f"group {self.name!r}: heads {self.head_start}..{self.head_start + self.num_heads - 1} "
+                f"of a total of {self.total_heads}"
+            )
+        declared = {(entry.layer, entry.plane) for entry in self.entries}
+        needed = {(entry.layer, plane) for entry in self.entries for plane in range(len(self.planes))}
+        if declared != needed or len(declared) != len(self.entries):
+            raise ValueError(f"group {self.name!r}: each layer needs one entry for each of {len(self.planes)} planes")
+
+
+class ContextLayout(Struct, frozen=True):
+    """A context buffer: slots of equal size, each `num_units` units of `unit_bytes`, which are never split.
+
+    Args:
+        name: Name of the buffer, the same on all sides.
+        dtype: Element type by name, compared as text.
+        item_bytes: Bytes of one element.
+        unit_bytes: Bytes of one unit.
+        num_units: Units in a slot. The units of a slot lie side by side.
+        num_slots: Slots; a request uses one.
+        slot_stride_bytes: Distance between neighbouring slots.
+        region: Index into the rank's regions.
+        offset_bytes: Offset of slot 0 in the region.
+    """
+
+    name: Name
+    dtype: Name
+    item_bytes: Positive
+    unit_bytes: Positive
+    num_units: Positive
+    num_slots: Positive
+    slot_stride_bytes: U63
+    region: U31
+    offset_bytes: U63
+
+
+class RankAttach(Struct, frozen=True):
+    """One rank: its layout, and how to write into it.
+
+    Args:
+        rank: Its number within the node.
+        replica: Ranks of one number together hold one full copy of the cache.
+        groups: Its cache groups.
+        regions: Its memory.
+        endpoints: Its fabric addresses.
+        context: Its context buffers.
+    """
+
+    rank: U31
+    replica: U31
+    groups: Annotated[list[GroupLayout], Meta(max_length=MAX_GROUPS)]
+    regions: Annotated[list[Region], Meta(max_length=MAX_REGIONS)]
+    endpoints: Annotated[list[Endpoint], Meta(max_length=64)]
+    context: Annotated[list[ContextLayout], Meta(max_length=64)] = []
+
+    def __post_init__(self) -> None:
+        used = [entry.region for group in self.groups for entry in group.entries]
+        used += [buffer.region for buffer in self.context]
+        if used and max(used) >= len(self.regions):
+            raise ValueError(f"rank {self.rank}: region {max(used)} is named, there are {len(self.regions)}")
