@@ -1,0 +1,26 @@
+"""The layout algebra: how caches lie in memory, and which bytes to move between two of them. Pure."""
+
+from __future__ import annotations
+
+from kvmsgr.layout.context import context_template, describe_context
+from kvmsgr.layout.cursor import PageCursor, PageWrites, page_array
+from kvmsgr.layout.geometry import describe_cache, describe_group
+from kvmsgr.layout.match import check_contexts, check_groups
+from kvmsgr.layout.pairing import build_templates
+from kvmsgr.layout.regions import RegionRange
+from kvmsgr.layout.template import Template
+
+__all__ = [
+    "PageCursor",
+    "PageWrites",
+    "RegionRange",
+    "Template",
+    "build_templates",
+    "check_contexts",
+    "check_groups",
+    "context_template",
+    "describe_cache",
+    "describe_context",
+    "describe_group",
+    "page_array",
+]
