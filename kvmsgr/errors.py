@@ -3,6 +3,8 @@
 KvmsgrError
 ├── ConfigError                 what you passed cannot work
 │   ├── LayoutError             a cache, span or chunk is described wrongly
+│   ├── FabricUnavailableError  no libfabric provider passed the start-up self-test
+│   ├── AddressError            an address cannot be listened on, or is none
 │   └── MismatchError           two messengers do not fit together
 │       └── LayoutMismatchError
 ├── ProtocolError (abstract)    a control message broke the rules
@@ -14,6 +16,7 @@ KvmsgrError
 │   │   └── RefusedError        will not be served
 │   ├── FabricError             libfabric said no
 │   ├── PeerLostError           the peer's connection ended
+│   ├── IncompatiblePeerError   the peer serves another model, or its cache does not fit ours
 │   ├── TransferTimeout         the time allowed ran out
 │   ├── ShortCountError         all writes were posted, fewer rows landed
 │   ├── CountOverflowError      more rows landed than were expected
@@ -38,6 +41,14 @@ class ConfigError(KvmsgrError):
 
 class LayoutError(ConfigError):
     """A cache, a span or a chunk is described wrongly."""
+
+
+class FabricUnavailableError(ConfigError):
+    """No libfabric provider can be used; the message says what each one answered."""
+
+
+class AddressError(ConfigError):
+    """An address cannot be listened on, or is none."""
 
 
 class MismatchError(ConfigError):
@@ -123,6 +134,12 @@ class PeerLostError(TransferError):
     reason = Reason.peer_lost
 
 
+class IncompatiblePeerError(TransferError):
+    """The two messengers do not fit together; the detail names the field and both values."""
+
+    reason = Reason.layout_mismatch
+
+
 class TransferTimeout(TransferError):
     """The time allowed ran out."""
 
@@ -174,3 +191,35 @@ class MessengerClosedError(KvmsgrError):
 
 class InternalError(KvmsgrError):
     """A bug in kvmsgr. Please report it with the message."""
+
+
+_BY_REASON: dict[Reason, type[TransferError]] = {
+    Reason.refused: RefusedError,
+    Reason.duplicate: RefusedError,
+    Reason.fabric: FabricError,
+    Reason.peer_lost: PeerLostError,
+    Reason.layout_mismatch: IncompatiblePeerError,
+    Reason.identity_mismatch: IncompatiblePeerError,
+    Reason.timeout: TransferTimeout,
+    Reason.step_fault: StepFaultError,
+    Reason.engine: EngineFailedError,
+}
+
+
+def transfer_error(
+    request_id: str,
+    reason: Reason,
+    detail: str,
+    rows: int = 0,
+    rows_expected: int = 0,
+    retry_after_s: float | None = None,
+) -> TransferError:
+    """The error of the class that belongs to `reason`."""
+    match reason:
+        case Reason.short_count:
+            return ShortCountError(request_id, detail, reason, rows, rows_expected)
+        case Reason.overflow:
+            return CountOverflowError(request_id, detail, reason, rows, rows_expected)
+        case Reason.busy:
+            return BusyError(request_id, detail, reason, retry_after_s)
+    return _BY_REASON.get(reason, TransferError)(request_id, detail, reason)

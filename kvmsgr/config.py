@@ -1,0 +1,60 @@
+"""What a messenger is told when it opens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvmsgr.errors import ConfigError
+
+FABRICS = ("auto", "shm", "net", "tcp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """Settings of one messenger. Durations are in seconds.
+
+    Args:
+        name: Name in logs.
+        model: Fingerprint of model and weights; messengers with different ones refuse each other.
+        listen: Control socket: "tcp://host:port" (port 0: any) or "unix:path".
+        fabric: "shm" (one host), "net" or "tcp" (libfabric's tcp provider before and after 1.18), or "auto": the best
+            that passes the start-up self-test.
+        fabric_address: Address of the network interface the fabric uses; None: the host of `listen`.
+        window: Writes a peer may have in flight to us.
+        cq_entries: Size of the completion queue; all windows together stay below it.
+        time_allowed_s: Default for one request.
+        stall_s: After the peer posted everything: how long no row may land before the request fails.
+        connect_timeout_s: From dialling a peer until requests may go.
+        step_timeout_s: From `begin_step` until the step must have run all its layers.
+        max_requests: Requests alive at once on the prefill side; beyond that a decoder is told to come back later.
+        poller_core: CPU of the polling thread; None: any.
+        poller_spins: Whether the polling thread spins while something is under way; None: if there are more than two CPUs.
+        state_dir: Folder (on tmpfs) of the state file; None: the user's runtime folder, else /dev/shm.
+    """
+
+    name: str
+    model: str
+    listen: str = "tcp://127.0.0.1:0"
+    fabric: str = "auto"
+    fabric_address: str | None = None
+    window: int = 256
+    cq_entries: int = 8192
+    time_allowed_s: float = 60.0
+    stall_s: float = 2.0
+    connect_timeout_s: float = 5.0
+    step_timeout_s: float = 60.0
+    max_requests: int = 1024
+    poller_core: int | None = None
+    poller_spins: bool | None = None
+    state_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.fabric not in FABRICS:
+            raise ConfigError(f"fabric is {self.fabric!r}; known are {', '.join(FABRICS)}")
+        if not self.listen.startswith(("tcp://", "unix:")):
+            raise ConfigError(f'listen is {self.listen!r}; it must be "tcp://host:port" or "unix:path"')
+        for field in ("time_allowed_s", "stall_s", "connect_timeout_s", "step_timeout_s"):
+            if not getattr(self, field) > 0:
+                raise ConfigError(f"{field} is {getattr(self, field)!r}; it must be positive")
+        if not 0 < self.window <= self.cq_entries // 2:
+            raise ConfigError(f"window is {self.window}; it must be in 1..{self.cq_entries // 2} (half of cq_entries)")

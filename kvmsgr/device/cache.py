@@ -1,0 +1,123 @@
+"""A rank's cache as its engine describes it: tensors and the names of their axes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvmsgr.errors import LayoutError
+from kvmsgr.layout import RegionRange, describe_cache, describe_context, describe_group
+from kvmsgr.types import RawArray
+from kvmsgr_protocol import ContextLayout, GroupLayout
+
+from .arrays import ArrayLike, raw_array
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """Layers that share page geometry. Make one with `from_tensors`."""
+
+    name: str
+    parts: tuple[tuple[RawArray, ...], ...]
+    dims: str
+    keep_alive: tuple[object, ...] = ()
+
+    @classmethod
+    def from_tensors(
+        cls, parts: Sequence[ArrayLike | Sequence[ArrayLike]], dims: str, *, name: str = "kv"
+    ) -> CacheGroup:
+        """Describe a group by its tensors.
+
+        Args:
+            parts: One part, or two where K and V lie in separate tensors. A part is one array with a `layer` axis,
+                or a sequence of arrays, one a layer.
+            dims: Names of the axes of each array, in order, separated by spaces: `layer`, `page`, `plane` (K and V
+                in one tensor), `head`, `token`, `dim`. HND is "page plane head token dim", NHD "page plane token head dim".
+                The layout has no default.
+            name: Name of the group; the same on both sides.
+
+        Raises:
+            LayoutError: An array is of an unknown kind.
+        """
+        listed = [list(part) if isinstance(part, (list, tuple)) else [part] for part in parts]
+        return cls(
+            name=name,
+            parts=tuple(tuple(raw_array(array) for array in part) for part in listed),
+            dims=dims,
+            keep_alive=tuple(array for part in listed for array in part),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """All cache groups of one rank."""
+
+    groups: Sequence[CacheGroup]
+
+
+@dataclass(frozen=True, slots=True)
+class ContextBuffer:
+    """A preallocated buffer that travels beside the KV, one slot a request: hidden states, logits, any bytes.
+
+    Args:
+        name: The same on both sides.
+        array: Shape (num_slots, ...), slots contiguous.
+    """
+
+    name: str
+    array: ArrayLike
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Everything of one rank that is registered: where it lies and what it means."""
+
+    groups: tuple[GroupLayout, ...]
+    context: tuple[ContextLayout, ...]
+    regions: tuple[RegionRange, ...]
+    num_signals: int
+    keep_alive: tuple[object, ...]
+
+    @classmethod
+    def describe(cls, cache: Cache, context: Sequence[ContextBuffer] = ()) -> Memory:
+        """Work out regions and layouts.
+
+        Raises:
+            LayoutError: A group or a context buffer cannot be described.
+        """
+        if not cache.groups:
+            raise LayoutError("a cache needs at least one group")
+        groups, regions = describe_cache(
+            [describe_group(group.parts, group.dims, name=group.name) for group in cache.groups]
+        )
+        ranges, layouts = list(regions), []
+        for buffer in context:
+            layout, region = describe_context(buffer.name, raw_array(buffer.array), len(ranges))
+            layouts.append(layout)
+            ranges.append(region)
+        return cls(
+            groups=tuple(groups),
+            context=tuple(layouts),
+            regions=tuple(ranges),
+            num_signals=max(entry.signal for group in groups for entry in group.entries),
+            keep_alive=(*(g.keep_alive for g in cache.groups), *(b.array for b in context)),
+        )
+
+    def context_view(self, index: int, slot: int) -> npt.NDArray[np.uint8]:
+        """The bytes of one slot of context buffer `index`, shape (slot bytes,), writable."""
+        layout = self.context[index]
+        address = self.regions[layout.region].address + layout.offset_bytes + slot * layout.slot_stride_bytes
+        return bytes_at(address, layout.unit_bytes * layout.num_units)
+
+
+class _At:
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__array_interface__ = {"version": 3, "data": (address, False), "shape": (num_bytes,), "typestr": "|u1"}
+
+
+def bytes_at(address: int, num_bytes: int) -> npt.NDArray[np.uint8]:
+    """View memory by its address; the caller keeps it alive."""
+    return np.asarray(_At(address, num_bytes))

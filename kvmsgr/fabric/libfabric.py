@@ -1,0 +1,126 @@
+"""libfabric through the native poller: opened, tested, and its errors translated once."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvmsgr._ext import native
+from kvmsgr.errors import FabricUnavailableError
+
+from .choice import REFUSED, FabricChoice, candidates, is_local, split_tcp
+
+
+@dataclass(frozen=True, slots=True)
+class FabricSettings:
+    """What `open_fabric` needs to know; see `kvmsgr.Config` for the meaning of each."""
+
+    fabric: str
+    listen: str
+    address: str | None
+    incarnation: str
+    cq_entries: int
+    poller_core: int | None
+    poller_spins: bool | None
+    state_dir: str | None
+
+
+class Fabric:
+    """One poller, its state file, and the registered regions of one messenger."""
+
+    def __init__(self, poller: native.Poller, state: native.StateFile, choice: FabricChoice, num_regions: int) -> None:
+        self.poller = poller
+        self.state = state
+        self.choice = choice
+        self._num_regions = num_regions
+
+    def open_link(self) -> int:
+        """Start to open an endpoint for one peer, registered under keys that nobody can guess or has seen before."""
+        return self.poller.open_link([secrets.randbits(63) for _ in range(self._num_regions)])
+
+    def close(self) -> None:
+        """Close every link, the poller and the state file. Idempotent."""
+        self.poller.close()
+        self.state.close()
+
+
+def open_fabric(settings: FabricSettings, regions: Sequence[tuple[int, int]]) -> Fabric:
+    """Open the first candidate that passes the self-test, and register `regions` (address, bytes) with it.
+
+    Raises:
+        FabricUnavailableError: None passed; the message says what each one answered.
+    """
+    node = settings.address or (None if settings.listen.startswith("unix:") else split_tcp(settings.listen)[0])
+    answers: list[str] = []
+    for provider in candidates(settings.fabric, settings.listen):
+        state = native.StateFile(state_path(settings), incarnation=int(settings.incarnation[:15], 16))
+        poller = None
+        try:
+            poller = native.Poller(
+                provider,
+                state,
+                node=node or "127.0.0.1",
+                core=-1 if settings.poller_core is None else settings.poller_core,
+                cq_entries=settings.cq_entries,
+                spin=settings.poller_spins,
+            )
+            poller.self_test()
+            for address, num_bytes in regions:
+                poller.register(address, num_bytes)
+        except native.NativeError as error:
+            answers.append(f"{provider}: {error}")
+            if poller is not None:
+                poller.close()
+            state.close()
+            continue
+        return Fabric(poller, state, FabricChoice(poller.provider, _why(settings, provider, answers)), len(regions))
+    found = ", ".join(native.providers()) or "none"
+    refused = "; ".join(f"{name} is never used: {why}" for name, why in REFUSED.items())
+    raise FabricUnavailableError(
+        f"fabric {settings.fabric!r} cannot be used: {' / '.join(answers)}. libfabric offers here: {found} ({refused})"
+    )
+
+
+def _why(settings: FabricSettings, provider: str, answers: Sequence[str]) -> str:
+    if settings.fabric != "auto":
+        return f"{provider} was asked for and passed the self-test"
+    reach = "every peer is on this host" if is_local(settings.listen) else "peers may be on other hosts"
+    failed = f"; tried before: {' / '.join(answers)}" if answers else ""
+    return f"{reach}, and {provider} is the best that passed the self-test{failed}"
+
+
+def state_path(settings: FabricSettings) -> str:
+    """Where the state file goes: memory, never a disk, so that the poller does not wait for one.
+
+    Files that a killed messenger left there are removed on the way.
+    """
+    folder = settings.state_dir or os.environ.get("XDG_RUNTIME_DIR") or "/dev/shm"
+    if not os.access(folder, os.W_OK):
+        folder = tempfile.gettempdir()
+    for stale in Path(folder).glob("kvmsgr-*.state"):
+        pid = stale.name.split("-")[1]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            stale.unlink(missing_ok=True)
+    return f"{folder}/kvmsgr-{os.getpid()}-{settings.incarnation[:8]}.state"
+
+
+class StateView:
+    """The state file of a messenger of this host, read only. It need not be running."""
+
+    def __init__(self, path: str) -> None:
+        self._state = native.StateFile(path, incarnation=0, writable=False)
+
+    def landed_rows(self, request_id: str) -> int | None:
+        """Rows landed for the youngest attempt at a request, None when there is none."""
+        attempt = self._state.find(request_id)
+        return None if attempt is None else self._state.attempt_rows(attempt)
+
+    def __enter__(self) -> StateView:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._state.close()

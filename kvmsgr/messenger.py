@@ -1,0 +1,175 @@
+"""The face an engine sees."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING
+
+import structlog
+
+from .config import Config
+from .device.cache import Cache, ContextBuffer, Memory
+from .errors import ConfigError
+from .fabric.choice import FabricChoice, is_local
+from .fabric.libfabric import FabricSettings, open_fabric
+from .runtime import steps
+from .runtime.connection import listen
+from .runtime.fetch import Fetch
+from .runtime.node import Node
+from .runtime.serve import PrefillRequest
+from .runtime.steps import Chunk, Step
+from .types import Descriptor, Span
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+log = structlog.get_logger("kvmsgr")
+
+
+class Messenger:
+    """Moves the KV of requests between engines. Both roles in one object: `fetch` is the decoder's side, `requests`
+    and `begin_step` are the prefiller's. Open one with `Messenger.open`.
+
+    All calls belong to the event loop that opened it, but for `begin_step` and what it returns.
+    """
+
+    def __init__(self, node: Node, server: asyncio.Server, descriptor: Descriptor) -> None:
+        self._node = node
+        self._server = server
+        self._closed = False
+        self.descriptor = descriptor
+
+    @classmethod
+    async def open(cls, config: Config, cache: Cache, context: Sequence[ContextBuffer] = ()) -> Messenger:
+        """Register the memory, test the fabric, and listen.
+
+        Args:
+            config: Settings.
+            cache: The KV cache of this rank.
+            context: Buffers that travel beside it, by name; the same on both sides.
+
+        Raises:
+            LayoutError: The cache or a buffer cannot be described.
+            FabricUnavailableError: No provider passed the self-test.
+            AddressError: The control socket cannot be listened on.
+        """
+        memory = Memory.describe(cache, context)
+        incarnation = secrets.token_hex(16)
+        settings = FabricSettings(
+            fabric=config.fabric,
+            listen=config.listen,
+            address=config.fabric_address,
+            incarnation=incarnation,
+            cq_entries=config.cq_entries,
+            poller_core=config.poller_core,
+            poller_spins=config.poller_spins,
+            state_dir=config.state_dir,
+        )
+        regions = [(region.address, region.num_bytes) for region in memory.regions]
+        fabric = await asyncio.get_running_loop().run_in_executor(None, open_fabric, settings, regions)
+        node = Node(config, memory, fabric, incarnation)
+        try:
+            server, address = await listen(config.listen, node.connection_accepted)
+        except BaseException:
+            await node.close()
+            raise
+        log.info("messenger open", name=config.name, address=address, provider=fabric.choice.provider)
+        if not is_local(config.listen):
+            log.warning("the control connection is not encrypted: whoever reaches it can write into the cache")
+        return cls(node, server, Descriptor(address, incarnation, config.name))
+
+    @property
+    def fabric(self) -> FabricChoice:
+        """The libfabric provider in use, and why."""
+        return self._node.fabric.choice
+
+    @property
+    def state_path(self) -> str | None:
+        """The file in which slots and counters live; `kvmsgr.inspect` reads it."""
+        return self._node.fabric.state.path
+
+    # The decoder's side
+
+    def fetch(
+        self,
+        request_id: str,
+        sources: Sequence[Descriptor],
+        tokens: Sequence[int] | npt.NDArray[np.uint32],
+        spans: Sequence[Span],
+        *,
+        payload: bytes = b"",
+        time_allowed_s: float | None = None,
+    ) -> Fetch:
+        """Ask a prefiller for the KV of a prompt.
+
+        Args:
+            request_id: Name of the request, at most 256 characters; one is alive at a time.
+            sources: The messengers that hold the source caches, all needed together; one, so far.
+            tokens: The prompt. Its last token is not prefilled: the caller runs it as its first decode step.
+            spans: Destination pages, which must stay allocated until `released()`.
+            payload: For the prefiller's engine, opaque, at most 1 MiB.
+            time_allowed_s: Until the request fails; None: as configured.
+
+        Returns:
+            The request: `await` it for its arrival.
+
+        Raises:
+            LayoutError: The spans do not describe pages of this cache, or a page is in use.
+            RefusedError: A request of this name is alive.
+            BusyError: No immediate or context slot is free.
+        """
+        if len(sources) != 1:
+            raise ConfigError(f"{len(sources)} sources were given; one rank to one rank is what can be moved so far")
+        if len(tokens) == 0:
+            raise ConfigError(f"request {request_id!r} has no tokens; a prompt has at least one")
+        return self._node.fetch(request_id, sources[0], [int(t) for t in tokens], spans, payload, time_allowed_s)
+
+    # The prefiller's side
+
+    async def requests(self) -> AsyncIterator[PrefillRequest]:
+        """Requests from decoders, each once, until the messenger is closed. Answer each: accept, refuse or busy."""
+        while (request := await self._node.inbox.next_request()) is not None:
+            yield request
+
+    def begin_step(self, chunks: Sequence[Chunk], counter: int = 0) -> Step:
+        """Announce a forward pass before it is launched: its writes are armed, and go layer by layer as it signals.
+
+        May be called from any thread, and takes microseconds. An empty list stands for a forward that moves nothing
+        (decode only, warm-up): its signals are the same calls and publish nothing.
+
+        Args:
+            chunks: What the pass computes, at most one chunk a request.
+            counter: Index of the layer counter of its stream.
+
+        Raises:
+            LayoutError: A chunk does not follow its request's last one, or its pages are not known.
+            RingFullError: More steps are announced than the layer counter has slots for. Nothing was armed.
+        """
+        return steps.begin_step(self._node, chunks, counter)
+
+    def inject(self, kind: str, nth: int) -> None:
+        """Spoil the `nth` write from now on, to see a fault found: "drop" loses it, "corrupt" flips one of its bytes."""
+        self._node.fabric.poller.inject(kind, nth)
+
+    def stats(self) -> dict[str, int]:
+        """Totals of the native layer: writes, bytes and rows posted and landed, errors."""
+        return self._node.fabric.poller.stats()
+
+    # The end
+
+    async def close(self) -> None:
+        """Fail what is alive, tell the peers, close every endpoint. Idempotent. Afterwards all pages are free."""
+        if self._closed:
+            return
+        self._closed = True
+        self._server.close()
+        await self._node.close()
+
+    async def __aenter__(self) -> Messenger:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()

@@ -1,0 +1,116 @@
+"""The control connection: frames in, frames out, over TCP or a unix socket."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from kvmsgr.errors import AddressError
+from kvmsgr_protocol import FrameReader, Message, WireError, encode
+
+
+class Receiver(Protocol):
+    """Who hears what a connection brings."""
+
+    def message_received(self, message: Message) -> None: ...
+    def frame_broken(self, error: WireError) -> None: ...
+    def connection_lost(self, error: Exception | None) -> None: ...
+
+
+class Connection(asyncio.Protocol):
+    """One control connection; `attach` names its receiver."""
+
+    def __init__(self, on_made: Callable[[Connection], None]) -> None:
+        self._on_made = on_made
+        self._reader = FrameReader()
+        self._transport: asyncio.Transport | None = None
+        self._receiver: Receiver | None = None
+        self._closed = False
+
+    def attach(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._on_made(self)
+
+    def data_received(self, data: bytes) -> None:
+        if self._closed or self._receiver is None:
+            return
+        try:
+            messages = self._reader.feed(data)
+        except WireError as error:
+            self._receiver.frame_broken(error)
+            return
+        for message in messages:
+            if self._closed:
+                return
+            self._receiver.message_received(message)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self._closed and self._receiver is not None:
+            self._receiver.connection_lost(exc)
+
+    def send(self, message: Message) -> None:
+        """Queue a message; nothing is sent once the connection is closing."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(encode(message))
+
+    def close(self) -> None:
+        """Send what is queued, then close. The receiver hears nothing more."""
+        self._closed = True
+        if self._transport is not None:
+            self._transport.close()
+
+
+async def dial(address: str, on_made: Callable[[Connection], None]) -> Connection:
+    """Connect to a control socket.
+
+    Raises:
+        OSError: Nobody answers there.
+        AddressError: `address` is none.
+    """
+    loop = asyncio.get_running_loop()
+    if address.startswith("unix:"):
+        _, connection = await loop.create_unix_connection(lambda: Connection(on_made), address.removeprefix("unix:"))
+        return connection
+    host, port = _tcp(address)
+    _, connection = await loop.create_connection(lambda: Connection(on_made), host, port)
+    return connection
+
+
+async def listen(address: str, on_made: Callable[[Connection], None]) -> tuple[asyncio.Server, str]:
+    """Listen on a control socket; returns the server and the address peers can dial.
+
+    Raises:
+        AddressError: The address is none, in use, or not ours.
+    """
+    loop = asyncio.get_running_loop()
+    try:
+        if address.startswith("unix:"):
+            path = address.removeprefix("unix:")
+            server = await loop.create_unix_server(lambda: Connection(on_made), path)
+            _restrict(path)
+            return server, address
+        host, port = _tcp(address)
+        server = await loop.create_server(lambda: Connection(on_made), host, port)
+    except OSError as error:
+        raise AddressError(f"cannot listen on {address}: {error}; choose another address, or port 0 for any") from error
+    bound = server.sockets[0].getsockname()
+    shown = f"[{bound[0]}]" if ":" in bound[0] else bound[0]
+    return server, f"tcp://{shown}:{bound[1]}"
+
+
+def _restrict(path: str) -> None:
+    """Only this user may ask for keys to the cache."""
+    Path(path).chmod(0o600)
+
+
+def _tcp(address: str) -> tuple[str, int]:
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    if not address.startswith("tcp://") or not host or not port.isdigit():
+        raise AddressError(f'{address!r} is no address: "tcp://host:port" or "unix:path" is expected')
+    return host.strip("[]"), int(port)

@@ -1,0 +1,147 @@
+"""Requests that decoders send here, and the way of every control message about a request."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import count
+from typing import TYPE_CHECKING
+
+import structlog
+
+from kvmsgr.core.failure import Failure
+from kvmsgr.errors import LayoutError, LocalProtocolError
+from kvmsgr.layout import PageCursor
+from kvmsgr_protocol import (
+    Attach,
+    Dispatch,
+    Failed,
+    Finished,
+    Goodbye,
+    Hello,
+    Message,
+    Reason,
+    Rotate,
+    Unknown,
+    expected_rows,
+)
+
+from .answers import declined
+from .serve import PrefillRequest, page_cursors
+
+if TYPE_CHECKING:
+    from .node import Node
+    from .peer import PeerDriver
+
+log = structlog.get_logger("kvmsgr")
+
+
+class Inbox:
+    """The prefill side of a node. `next_request` gives each request once, in the order they came."""
+
+    def __init__(self, node: Node) -> None:
+        self.by_tag: dict[int, PrefillRequest] = {}
+        self._node = node
+        self._serves: dict[tuple[PeerDriver, str, int], PrefillRequest] = {}
+        self._offered: asyncio.Queue[PrefillRequest | None] = asyncio.Queue()
+        self._tags = count(1)
+        self._closed = False
+
+    async def next_request(self) -> PrefillRequest | None:
+        """The next request, or None when the messenger is closed."""
+        request = await self._offered.get()
+        if request is None:
+            self._offered.put_nowait(None)  # for whoever else waits
+        return request
+
+    def message_received(self, peer: PeerDriver, message: Message) -> None:
+        """A message about a request, from a live peer."""
+        if isinstance(message, Dispatch):
+            self._dispatched(peer, message)
+            return
+        if isinstance(message, Rotate):
+            raise LocalProtocolError("Rotate was never agreed on in Hello")
+        assert not isinstance(message, Hello | Attach | Goodbye)
+        fetch = self._node.fetch_of(peer, message.request_id, message.attempt)
+        if fetch is not None:
+            fetch.message_received(peer, message)
+            return
+        request = self._serves.get((peer, message.request_id, message.attempt))
+        if request is not None:
+            request.message_received(message)
+        elif not isinstance(message, Finished | Failed | Unknown):
+            peer.send(Unknown(request_id=message.request_id, attempt=message.attempt))
+
+    def _dispatched(self, peer: PeerDriver, dispatch: Dispatch) -> None:
+        """Admit a request, or say why not."""
+        key = (peer, dispatch.request_id, dispatch.attempt)
+        if key in self._serves:
+            raise LocalProtocolError(f"request {dispatch.request_id!r}, attempt {dispatch.attempt}, came twice")
+        refusal = self._flaw(peer, dispatch)
+        cursors: list[PageCursor] = []
+        if refusal is None:
+            try:
+                cursors = page_cursors(self._node.memory, peer, dispatch)
+            except LayoutError as error:
+                refusal = Failure(Reason.protocol, str(error))
+        context_slot = -1
+        if refusal is None and dispatch.context_slot >= 0:
+            taken = self._node.context_slots.take()
+            if taken is None:
+                refusal = Failure(Reason.busy, "every context slot is in use")
+            else:
+                context_slot = taken
+        if refusal is not None:
+            log.warning("request declined", request_id=dispatch.request_id, peer=peer.name, detail=refusal.detail)
+            peer.send(declined(dispatch, refusal))
+            return
+        request = PrefillRequest(self._node, peer, dispatch, cursors, next(self._tags), context_slot)
+        self._serves[key] = self.by_tag[request.tag] = request
+        log.info("request offered", request_id=request.request_id, peer=peer.name, num_tokens=request.num_tokens)
+        self._offered.put_nowait(request)
+
+    def _flaw(self, peer: PeerDriver, dispatch: Dispatch) -> Failure | None:
+        """What is wrong with a request, found before any of it is planned."""
+        if self._closed:
+            return Failure(Reason.closed, "the messenger is closing")
+        if len(self._serves) >= self._node.config.max_requests:
+            return Failure(Reason.busy, f"{len(self._serves)} requests are being served, which is the limit")
+        assert peer.remote is not None
+        ranks = {ours.rank: ours for ours in dispatch.ranks}
+        if set(ranks) != {peer.remote.rank}:
+            return Failure(Reason.protocol, f"pages for ranks {sorted(ranks)}; Attach named rank {peer.remote.rank}")
+        groups, context = peer.remote.groups, peer.remote.context
+        spans = ranks[peer.remote.rank].spans
+        wanted = context if dispatch.context_slot >= 0 else []
+        if any(dispatch.context_slot >= layout.num_slots for layout in wanted):
+            return Failure(Reason.protocol, f"context slot {dispatch.context_slot} does not exist")
+        try:
+            rows = expected_rows(dispatch.num_tokens, spans, groups, wanted)
+        except ValueError as error:
+            return Failure(Reason.protocol, str(error))
+        if rows != dispatch.expected_rows:
+            return Failure(
+                Reason.protocol, f"the request has {rows} rows, its decoder expects {dispatch.expected_rows}"
+            )
+        return None
+
+    def release_context_slot(self, request: PrefillRequest) -> None:
+        slot, request.context_slot = request.context_slot, -1
+        if slot >= 0:
+            self._node.context_slots.give(slot)
+
+    def forget(self, request: PrefillRequest) -> None:
+        """The record of a request has served."""
+        del self._serves[(request.peer, request.request_id, request.dispatch.attempt)]
+        del self.by_tag[request.tag]
+
+    def peer_lost(self, peer: PeerDriver, failure: Failure) -> None:
+        for request in list(self._serves.values()):
+            if request.peer is peer:
+                request.peer_lost(failure)
+
+    def close(self) -> None:
+        """Take no more requests; those that are alive fail."""
+        self._closed = True
+        self._offered.put_nowait(None)
+        for request in list(self._serves.values()):
+            request.failed(Reason.closed, "the messenger is closing")

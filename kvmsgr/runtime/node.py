@@ -1,0 +1,309 @@
+"""What one messenger shares among its peers and requests: fabric, slots, counters, and the way of every record."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+import structlog
+
+from kvmsgr.core.failure import Failure
+from kvmsgr.core.peer import PeerState
+from kvmsgr.core.slots import AttemptNumbers, IndexPool, SlotPool
+from kvmsgr.device.counters import LayerCounter
+from kvmsgr.errors import BusyError, LayoutError, MessengerClosedError, RefusedError
+from kvmsgr.fabric import records
+from kvmsgr.types import Descriptor, Span
+from kvmsgr_protocol import NUM_GENERATIONS, NUM_SLOTS, Dispatch, RankSpans, Reason, expected_rows, pack_tokens
+from kvmsgr_protocol import Span as WireSpan
+
+from .connection import dial
+from .fetch import Fetch
+from .inbox import Inbox
+from .pages import PageGuard
+from .peer import PeerDriver
+from .serve import PrefillRequest
+
+if TYPE_CHECKING:
+    from kvmsgr.config import Config
+    from kvmsgr.device.cache import Memory
+    from kvmsgr.fabric.libfabric import Fabric
+
+    from .connection import Connection
+    from .steps import Step
+
+log = structlog.get_logger("kvmsgr")
+
+NUM_COUNTERS = 1
+MAX_ATTEMPTS = 16384
+RECORDS_A_BATCH = 256
+
+
+class Node:
+    """The state of one messenger. All of it belongs to the event loop, but for what `lock` guards: the plans and
+    tallies of requests that are being prefilled, which `begin_step` changes from the engine's thread."""
+
+    def __init__(self, config: Config, memory: Memory, fabric: Fabric, incarnation: str) -> None:
+        self.config = config
+        self.memory = memory
+        self.fabric = fabric
+        self.incarnation = incarnation
+        self.loop = asyncio.get_running_loop()
+        self.lock = threading.Lock()
+        self.counters = [LayerCounter() for _ in range(NUM_COUNTERS)]
+        for counter in self.counters:
+            fabric.poller.add_counter(counter)
+        self.steps: dict[tuple[int, int], Step] = {}
+        num_slots = min((layout.num_slots for layout in memory.context), default=0)
+        self.context_slots = IndexPool(num_slots)
+        self.inbox = Inbox(self)
+        self._slots = SlotPool(secrets.randbelow(NUM_SLOTS), secrets.randbelow(NUM_GENERATIONS))
+        self._attempts = AttemptNumbers(MAX_ATTEMPTS)
+        self._pages = [PageGuard(group.name, group.num_pages) for group in memory.groups]
+        self._peers: set[PeerDriver] = set()
+        self._dialled: dict[Descriptor, PeerDriver] = {}
+        self._links: dict[int, PeerDriver] = {}
+        self._dials: set[asyncio.Task[None]] = set()
+        self._fetches: dict[int, Fetch] = {}
+        self._windows_granted = 0
+        self._idle: asyncio.Future[None] | None = None
+        self._closing = False
+        self.loop.add_reader(fabric.poller.fd, self._read_records)
+
+    # Peers
+
+    def peer_at(self, descriptor: Descriptor) -> PeerDriver:
+        """The epoch with that messenger; dialled when there is none."""
+        peer = self._dialled.get(descriptor)
+        if peer is None:
+            peer = PeerDriver(self, descriptor.name or descriptor.address, descriptor.incarnation)
+            self._dialled[descriptor] = peer
+            self._peers.add(peer)
+            task = self.loop.create_task(self._dial(peer, descriptor.address))
+            self._dials.add(task)
+            task.add_done_callback(self._dials.discard)
+        return peer
+
+    async def _dial(self, peer: PeerDriver, address: str) -> None:
+        try:
+            await dial(address, peer.connection_made)
+        except OSError as error:
+            peer.dial_failed(error)
+
+    def connection_accepted(self, connection: Connection) -> None:
+        """Somebody dialled us."""
+        peer = PeerDriver(self, "a peer that has not said its name", None)
+        self._peers.add(peer)
+        peer.connection_made(connection)
+
+    def grant_window(self) -> bool:
+        """Whether one more peer's window fits the completion queue, half of which is for our own writes."""
+        if self._windows_granted + self.config.window > self.config.cq_entries // 2:
+            return False
+        self._windows_granted += self.config.window
+        return True
+
+    def return_window(self) -> None:
+        self._windows_granted -= self.config.window
+
+    def open_link(self, peer: PeerDriver) -> int:
+        link = self.fabric.open_link()
+        self._links[link] = peer
+        return link
+
+    def peer_live(self, peer: PeerDriver) -> None:
+        for fetch in list(self._fetches.values()):
+            if fetch.has_leg(peer):
+                fetch.peer_live(peer)
+
+    def peer_lost(self, peer: PeerDriver, failure: Failure) -> None:
+        """Every request of the peer fails; the next request to that messenger starts a new epoch."""
+        self._dialled = {descriptor: other for descriptor, other in self._dialled.items() if other is not peer}
+        for fetch in list(self._fetches.values()):
+            if fetch.has_leg(peer):
+                fetch.peer_lost(peer, failure)
+        self.inbox.peer_lost(peer, failure)
+
+    def forget_peer(self, peer: PeerDriver) -> None:
+        self._peers.discard(peer)
+        if self._idle is not None and not self._peers and not self._idle.done():
+            self._idle.set_result(None)
+
+    # Fetches
+
+    def fetch(
+        self,
+        request_id: str,
+        source: Descriptor,
+        tokens: Sequence[int],
+        spans: Sequence[Span],
+        payload: bytes,
+        time_allowed_s: float | None,
+    ) -> Fetch:
+        """Arm slot, counter and pages, then ask the peer. See `Messenger.fetch`."""
+        if self._closing:
+            raise MessengerClosedError("the messenger is closed: no request can be fetched")
+        if any(fetch.request_id == request_id and not fetch.done for fetch in self._fetches.values()):
+            raise RefusedError(request_id, "a request of this name is being fetched already", Reason.duplicate)
+        wire_spans = [self._wire_span(span) for span in spans]
+        wants_context = bool(self.memory.context) and len(tokens) > 1
+        try:
+            rows = expected_rows(
+                len(tokens), wire_spans, self.memory.groups, self.memory.context if wants_context else ()
+            )
+        except ValueError as error:
+            raise LayoutError(f"request {request_id!r}: {error}") from error
+        with PageGuard.hold_all(self._pages, wire_spans) as held:
+            attempt, slot = self._attempts.take(), self._slots.take()
+            context_slot = self.context_slots.take() if wants_context else -1
+            if attempt is None or slot is None or context_slot is None:
+                self._give_back(attempt, slot, context_slot)
+                what = "context slots" if context_slot is None else "immediate slots"
+                raise BusyError(request_id, f"all {what} are held by requests that are alive or not proven ended")
+            dispatch = Dispatch(
+                request_id=request_id,
+                attempt=attempt,
+                num_tokens=len(tokens),
+                tokens=pack_tokens(tokens),
+                slot=slot[0],
+                generation=slot[1],
+                ranks=[RankSpans(0, wire_spans)],
+                context_slot=context_slot,
+                expected_rows=rows,
+                time_allowed_s=self.config.time_allowed_s if time_allowed_s is None else time_allowed_s,
+                payload=payload,
+            )
+            state = self.fabric.state
+            state.open_attempt(attempt, rows, request_id)
+            state.link_slot(*slot, attempt)
+            held.keep()
+        fetch = Fetch(self, {self.peer_at(source): slot}, dispatch)
+        self._fetches[attempt] = fetch
+        fetch.start()
+        return fetch
+
+    def _give_back(self, attempt: int | None, slot: tuple[int, int] | None, context_slot: int | None) -> None:
+        if attempt is not None:
+            self._attempts.give(attempt)
+        if slot is not None:
+            self._slots.give(slot[0])
+        if context_slot is not None and context_slot >= 0:
+            self.context_slots.give(context_slot)
+
+    def _wire_span(self, span: Span) -> WireSpan:
+        if not 0 <= span.group < len(self._pages):
+            raise LayoutError(f"a span names cache group {span.group}; there are {len(self._pages)}")
+        if span.first_token < 0:
+            raise LayoutError(f"a span starts at position {span.first_token}; positions start at 0")
+        return WireSpan(span.group, span.first_token, np.asarray(span.pages, dtype="<i4").tobytes())
+
+    def fetch_of(self, peer: PeerDriver, request_id: str, attempt: int) -> Fetch | None:
+        fetch = self._fetches.get(attempt)
+        return fetch if fetch is not None and fetch.request_id == request_id and fetch.has_leg(peer) else None
+
+    def release_fetch(self, fetch: Fetch) -> None:
+        """Nothing can land for this attempt: its slots and pages are free."""
+        state = self.fabric.state
+        for slot, generation in fetch.slots:
+            state.unlink_slot(slot, generation)
+            self._slots.give(slot)
+        del self._fetches[fetch.attempt]
+        self._attempts.give(fetch.attempt)
+        for span in fetch.spans:
+            self._pages[span.group].release(span)
+
+    # Prefill
+
+    def stop_writes(self, request: PrefillRequest) -> None:
+        """Drop what is not posted. Under the lock: no step may arm more of the request behind our back."""
+        with self.lock:
+            if request.num_transfers and request.peer.link is not None:
+                self.fabric.poller.stop(request.peer.link, request.tag)
+
+    # Records
+
+    def _read_records(self) -> None:
+        for kind, ident, value, _, extra in self.fabric.poller.take(RECORDS_A_BATCH):
+            self._handlers[kind](self, ident, value, extra)
+
+    def _reached(self, attempt: int, rows: int, extra: int) -> None:
+        if attempt in self._fetches:
+            self._fetches[attempt].rows_counted(rows)
+
+    def _overflowed(self, attempt: int, rows: int, extra: int) -> None:
+        if attempt in self._fetches:
+            self._fetches[attempt].count_overflowed(rows)
+
+    def _strayed(self, counter_index: int, rows: int, extra: int) -> None:
+        slot, generation = divmod(counter_index, NUM_GENERATIONS)
+        log.error("rows landed in a slot that is not in use", slot=slot, generation=generation)
+
+    def _transfer_ended(self, tag: int, rows: int, extra: int) -> None:
+        request = self.inbox.by_tag.get(tag)
+        if request is not None:
+            request.transfer_ended(rows)
+
+    def _link_opened(self, link: int, value: int, extra: int) -> None:
+        self._links[link].link_opened()
+
+    def _link_failed(self, link: int, errno: int, extra: int) -> None:
+        self._links[link].link_failed(errno)
+
+    def _link_closed(self, link: int, value: int, extra: int) -> None:
+        self._links.pop(link).link_closed()
+
+    def _step_ended(self, counter: int, ticket: int, extra: int) -> None:
+        with self.lock:
+            self.steps.pop((counter, ticket), None)
+
+    def _step_failed(self, counter: int, ticket: int, extra: int) -> None:
+        with self.lock:
+            step = self.steps.pop((counter, ticket), None)
+        if step is None:
+            return
+        detail = records.step_fault(ticket, extra, step.num_bumps)
+        log.error("step failed", counter=counter, ticket=ticket, detail=detail)
+        for chunk in step.chunks:
+            chunk.request.failed(Reason.step_fault, detail)
+
+    _handlers: ClassVar[dict[int, Callable[[Node, int, int, int], None]]] = {
+        records.REACHED: _reached,
+        records.OVERFLOW: _overflowed,
+        records.STRAY: _strayed,
+        records.SENT: _transfer_ended,
+        records.STOPPED: _transfer_ended,
+        records.LINK_OPENED: _link_opened,
+        records.LINK_FAILED: _link_failed,
+        records.LINK_CLOSED: _link_closed,
+        records.STEP_ENDED: _step_ended,
+        records.STEP_FAULT: _step_failed,
+    }
+
+    # The end
+
+    async def close(self) -> None:
+        """End every request and every epoch, and close the fabric. What was held is free then: no endpoint is open."""
+        self._closing = True
+        for fetch in list(self._fetches.values()):
+            fetch.close()
+        self.inbox.close()
+        for task in list(self._dials):
+            task.cancel()
+        for peer in list(self._peers):
+            peer.lose(Failure(Reason.closed, f"{self.config.name} is closing"))
+        if self._peers:
+            self._idle = self.loop.create_future()
+            await self._idle
+        self.loop.remove_reader(self.fabric.poller.fd)
+        await self.loop.run_in_executor(None, self.fabric.poller.close)
+        for fetch in list(self._fetches.values()):
+            fetch.release_by_fence()
+        self.fabric.close()
+
+    @property
+    def num_live_peers(self) -> int:
+        return sum(peer.machine.state is PeerState.live for peer in self._peers)

@@ -1,0 +1,259 @@
+"""Drives one epoch with one peer: greeting, endpoints, plans between the two layouts, and its end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import structlog
+
+from kvmsgr.core import peer as core
+from kvmsgr.core.failure import Failure
+from kvmsgr.core.peer import PeerState
+from kvmsgr.errors import LocalProtocolError, MismatchError
+from kvmsgr.layout import Template, build_templates, check_contexts, check_groups, context_template
+from kvmsgr_protocol import (
+    PROTOCOL_VERSIONS,
+    Attach,
+    Endpoint,
+    Goodbye,
+    Hello,
+    Identity,
+    Message,
+    RankAttach,
+    Reason,
+    Region,
+    VersionMismatch,
+    WireError,
+    negotiate,
+)
+
+from .connection import Connection
+
+if TYPE_CHECKING:
+    from .node import Node
+
+log = structlog.get_logger("kvmsgr")
+SOFTWARE = "kvmsgr"
+
+
+class PeerDriver:
+    """One epoch.
+
+    `templates[group]` and `context_templates[buffer]` pair the id of a template in the native layer with the template:
+    how our cache is written into theirs. They are there while the peer is live.
+    """
+
+    def __init__(self, node: Node, name: str, incarnation: str | None) -> None:
+        self.node = node
+        self.name = name
+        self.machine = core.Peer(name)
+        self.failure: Failure | None = None
+        self.link: int | None = None
+        self._has_window = False
+        self.remote: RankAttach | None = None
+        self.templates: list[list[tuple[int, Template]]] = []
+        self.context_templates: list[int] = []
+        self._incarnation = incarnation
+        self._connection: Connection | None = None
+        self._deadline = node.loop.call_later(node.config.connect_timeout_s, self._timed_out)
+
+    # What comes in
+
+    def connection_made(self, connection: Connection) -> None:
+        """The control connection is up: greet."""
+        self._connection = connection
+        connection.attach(self)
+        config = self.node.config
+        connection.send(
+            Hello(
+                versions=PROTOCOL_VERSIONS,
+                capabilities=[],
+                incarnation=self.node.incarnation,
+                name=config.name,
+                software=SOFTWARE,
+                identity=Identity(model=config.model, roles=["prefiller", "decoder"]),
+            )
+        )
+
+    def message_received(self, message: Message) -> None:
+        try:
+            match message:
+                case Hello():
+                    self._hello(message)
+                case Attach():
+                    self._attach(message)
+                case Goodbye(code=code, reason=reason):
+                    self.lose(Failure(code, f"{self.name} said goodbye: {reason}"))
+                case _ if self.machine.state is PeerState.live:
+                    self.node.inbox.message_received(self, message)
+                case _:
+                    kind = type(message).__name__
+                    self.lose(Failure(Reason.protocol, f"{kind} before Hello and Attach ({self.machine.state})"))
+        except LocalProtocolError as error:  # the machine knows no such event now: the peer broke the order
+            self.lose(Failure(Reason.protocol, str(error)))
+
+    def frame_broken(self, error: WireError) -> None:
+        self.lose(Failure(Reason.protocol, str(error)))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        detail = f": {error}" if error else ""
+        self.lose(Failure(Reason.peer_lost, f"the control connection to {self.name} ended{detail}"))
+
+    def dial_failed(self, error: Exception) -> None:
+        self.lose(Failure(Reason.peer_lost, f"cannot reach {self.name}: {error}"))
+
+    def link_opened(self) -> None:
+        self.feed(core.LinksOpened())
+
+    def link_failed(self, errno: int) -> None:
+        text = f"{self.node.fabric.choice.provider}: {OSError(errno).strerror or ''} {errno}".strip()
+        self.lose(Failure(Reason.fabric, f"a write to or from {self.name} failed ({text})"))
+
+    def link_closed(self) -> None:
+        self.link = None
+        self.feed(core.LinksClosed())
+
+    def lose(self, failure: Failure) -> None:
+        """End the epoch. The first failure is the one that counts."""
+        self.failure = self.failure or failure
+        self.feed(core.Lost(failure))
+
+    def send(self, message: Message) -> None:
+        """Send a control message; to a peer that is gone nothing is sent."""
+        if self._connection is not None:
+            self._connection.send(message)
+
+    # What follows from it
+
+    def feed(self, event: object) -> None:
+        for effect in self.machine.feed(event):
+            self._carry_out(effect)
+
+    def _carry_out(self, effect: object) -> None:
+        match effect:
+            case core.OpenLinks():
+                self.link = self.node.open_link(self)
+            case core.SendAttach():
+                self._send_attach()
+            case core.ConnectLinks():
+                self._connect()
+            case core.AnnounceLive():
+                self._deadline.cancel()
+                log.info("peer live", peer=self.name, provider=self.node.fabric.choice.provider)
+                self.node.peer_live(self)
+            case core.AnnounceLost(failure):
+                self._deadline.cancel()
+                log.info("peer lost", peer=self.name, reason=str(failure.reason), detail=failure.detail)
+                self.node.peer_lost(self, failure)
+            case core.Disconnect(failure):
+                self.send(Goodbye(code=failure.reason, reason=failure.detail))
+                if self._connection is not None:
+                    self._connection.close()
+            case core.CloseLinks():
+                if self.link is not None:
+                    self.node.fabric.poller.close_link(self.link)
+            case core.Forget():
+                if self._has_window:
+                    self.node.return_window()
+                self.node.forget_peer(self)
+
+    def _timed_out(self) -> None:
+        seconds = self.node.config.connect_timeout_s
+        self.lose(Failure(Reason.timeout, f"{self.name} was not ready within {seconds:g} s ({self.machine.state})"))
+
+    def _hello(self, hello: Hello) -> None:
+        ours = self.node.config.model
+        try:
+            negotiate(PROTOCOL_VERSIONS, hello.versions)
+        except VersionMismatch as error:
+            self.lose(Failure(Reason.identity_mismatch, str(error)))
+            return
+        if hello.identity.model != ours:
+            mismatch = MismatchError("model", ours, hello.identity.model, "both sides must serve the same weights")
+            self.lose(Failure(Reason.identity_mismatch, str(mismatch)))
+            return
+        if self._incarnation not in (None, hello.incarnation):
+            detail = (
+                f"{self.name} has restarted: incarnation {self._incarnation} was expected, {hello.incarnation} answers"
+            )
+            self.lose(Failure(Reason.peer_lost, detail))
+            return
+        self._has_window = self.node.grant_window()
+        if not self._has_window:
+            self.lose(Failure(Reason.busy, "the completion queue has no room for one more peer"))
+            return
+        self.name = hello.name or self.name
+        self.feed(core.Greeted())
+
+    def _send_attach(self) -> None:
+        assert self.link is not None
+        node, poller = self.node, self.node.fabric.poller
+        self.send(
+            Attach(
+                ranks=[
+                    RankAttach(
+                        rank=0,
+                        replica=0,
+                        groups=list(node.memory.groups),
+                        regions=[Region(*region) for region in poller.link_regions(self.link)],
+                        endpoints=[
+                            Endpoint(node.fabric.choice.provider, poller.link_address(self.link), node.config.window)
+                        ],
+                        context=list(node.memory.context),
+                    )
+                ],
+                num_signals=node.memory.num_signals,
+            )
+        )
+
+    def _attach(self, attach: Attach) -> None:
+        try:
+            self.remote = _fitting_rank(attach, self.node.fabric.choice.provider)
+            self._plan(self.remote)
+        except MismatchError as error:
+            self.lose(Failure(Reason.layout_mismatch, str(error)))
+            return
+        self.feed(core.Attached())
+
+    def _plan(self, remote: RankAttach) -> None:
+        """Everything that does not fit is found here, before any page is given to a request."""
+        ours = self.node.memory
+        check_groups(ours.groups, remote.groups)
+        check_contexts(ours.context, remote.context)
+        self._plans = [build_templates(*pair) for pair in zip(ours.groups, remote.groups, strict=True)]
+        self._context_plans = [
+            context_template(*pair, ours.num_signals + 1) for pair in zip(ours.context, remote.context, strict=True)
+        ]
+
+    def _connect(self) -> None:
+        assert self.link is not None and self.remote is not None
+        endpoint, poller = self.remote.endpoints[0], self.node.fabric.poller
+        regions = [(region.base, region.num_bytes, region.key) for region in self.remote.regions]
+        poller.connect_link(self.link, endpoint.address, regions, endpoint.window)
+        self.templates = [[(self._add(plan), plan) for plan in plans] for plans in self._plans]
+        self.context_templates = [self._add(plan) for plan in self._context_plans]
+
+    def _add(self, plan: Template) -> int:
+        assert self.link is not None
+        return self.node.fabric.poller.add_template(
+            self.link,
+            plan.runs,
+            plan.src_page_bytes,
+            plan.dst_page_bytes,
+            plan.entries,
+            plan.row_bytes,
+            plan.item_bytes,
+        )
+
+
+def _fitting_rank(attach: Attach, provider: str) -> RankAttach:
+    if len(attach.ranks) != 1:
+        raise MismatchError("number of ranks", 1, len(attach.ranks), "one rank to one rank is what can be moved so far")
+    rank = attach.ranks[0]
+    if len(rank.endpoints) != 1:
+        raise MismatchError("number of network interfaces", 1, len(rank.endpoints))
+    if rank.endpoints[0].provider != provider:
+        raise MismatchError(
+            "fabric provider", provider, rank.endpoints[0].provider, "set the same `fabric` on both sides"
+        )
+    return rank

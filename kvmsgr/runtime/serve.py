@@ -1,0 +1,246 @@
+"""Drives one request on the prefiller: what was asked, which pages have been planned, what is still being read."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import structlog
+
+from kvmsgr.core import serve as core
+from kvmsgr.core.failure import Failure
+from kvmsgr.layout import PageCursor, page_array
+from kvmsgr_protocol import Accept, Cancel, Dispatch, Drained, Failed, Finished, Message, Reason, Sent
+
+from .answers import declined, failed
+
+if TYPE_CHECKING:
+    from kvmsgr.device.cache import Memory
+
+    from .node import Node
+    from .peer import PeerDriver
+
+log = structlog.get_logger("kvmsgr")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a request at its decoder.
+
+    Args:
+        ok: Every row arrived.
+        rows_posted: Rows that this side posted.
+        reason: Why it failed; None when it did not.
+        detail: The same in words.
+    """
+
+    ok: bool
+    rows_posted: int
+    reason: Reason | None = None
+    detail: str = ""
+
+
+class PrefillRequest:
+    """One request to prefill.
+
+    Attributes:
+        request_id: As the decoder named it.
+        num_tokens: Length of the prompt. Its last token is not prefilled: chunks stop at `num_tokens - 1`.
+        tokens: The prompt, uint32, shape (num_tokens,); empty where the decoder did not send it.
+        payload: Opaque bytes from the decoder's engine.
+        context: Name of each context buffer to the bytes that the engine fills, shape (slot bytes,).
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        peer: PeerDriver,
+        dispatch: Dispatch,
+        cursors: Sequence[PageCursor],
+        tag: int,
+        context_slot: int,
+    ) -> None:
+        self.request_id = dispatch.request_id
+        self.num_tokens = dispatch.num_tokens
+        self.tokens: npt.NDArray[np.uint32] = np.frombuffer(dispatch.tokens, dtype="<u4")
+        self.payload = dispatch.payload
+        self.peer = peer
+        self.tag = tag
+        self.dispatch = dispatch
+        self.cursors = cursors
+        self.context_slot = context_slot
+        self.next_position = 0
+        self.num_transfers = 0
+        self.last_armed = self.num_positions == 0
+        self._node = node
+        self._num_ended = 0
+        self._rows = 0
+        self._machine = core.Serve(dispatch.request_id)
+        self._outcome: asyncio.Future[Outcome] = node.loop.create_future()
+        self._released: asyncio.Future[int] = node.loop.create_future()
+        self._failure: Failure | None = None
+        self._settled = False
+        self._expiry = node.loop.call_later(dispatch.time_allowed_s, self._expire)
+
+    # The engine's side
+
+    @property
+    def num_positions(self) -> int:
+        """Positions to prefill."""
+        return self.num_tokens - 1
+
+    @property
+    def wants_context(self) -> bool:
+        """Whether the decoder wants the context buffers, so that the last step bumps once more."""
+        return self.context_slot >= 0
+
+    @property
+    def context(self) -> Mapping[str, npt.NDArray[np.uint8]]:
+        if not self.wants_context:
+            return {}
+        memory = self._node.memory
+        return {
+            layout.name: memory.context_view(index, self.context_slot) for index, layout in enumerate(memory.context)
+        }
+
+    @property
+    def ended(self) -> bool:
+        """Whether the request is over, well or not: chunks of it move nothing any more."""
+        return self._machine.state not in (core.ServeState.accepted, core.ServeState.offered)
+
+    def accept(self) -> None:
+        """Take the request: chunks of it may be announced. Does nothing when the request is over already."""
+        self._feed(core.EngineAccepted())
+        self.check_completed()
+
+    def refuse(self, reason: str) -> None:
+        """Say that the request will not be served here."""
+        self._feed(core.EngineDeclined(Failure(Reason.refused, reason)))
+
+    def busy(self, reason: str, retry_after_s: float | None = None) -> None:
+        """Say that the request cannot be served now."""
+        self._feed(core.EngineDeclined(Failure(Reason.busy, reason, retry_after_s=retry_after_s)))
+
+    def fail(self, reason: str) -> None:
+        """Give the request up, at any time. What is posted already may still be read; see `released`."""
+        self.failed(Reason.engine, reason)
+
+    async def released(self) -> int:
+        """Wait until nothing reads the source pages any more; returns the rows posted."""
+        return await asyncio.shield(self._released)
+
+    async def outcome(self) -> Outcome:
+        """Wait until the decoder has said what became of the request, or cannot any more. Never raises for a failure."""
+        return await asyncio.shield(self._outcome)
+
+    # What comes in
+
+    def message_received(self, message: Message) -> None:
+        match message:
+            case Finished():
+                self._feed(core.DecoderFinished())
+            case Failed(code=code, reason=detail):
+                self._feed(core.DecoderFailed(Failure(code, f"{self.peer.name} failed: {detail}")))
+            case Cancel(code=code, reason=detail):
+                self._feed(core.DecoderFailed(Failure(code, f"{self.peer.name} cancelled: {detail}")))
+
+    def transfer_ended(self, rows: int) -> None:
+        """One of our transfers is locally complete, or was stopped after `rows`."""
+        self._num_ended += 1
+        self._rows += rows
+        self.check_completed()
+
+    def check_completed(self) -> None:
+        """Every read over? Then either all is sent, or what failed has drained."""
+        if self._num_ended != self.num_transfers:
+            return
+        if self._machine.state is core.ServeState.stopping:
+            self._feed(core.ReadsEnded(self._rows))
+        elif self.last_armed and self._machine.state in (core.ServeState.accepted, core.ServeState.arrived):
+            self._feed(core.WritesCompleted(self._rows))
+
+    def failed(self, reason: Reason, detail: str) -> None:
+        self._feed(core.Failed(Failure(reason, detail, self._rows, self.dispatch.expected_rows)))
+
+    def peer_lost(self, failure: Failure) -> None:
+        self._feed(core.PeerEnded(failure))
+
+    def _expire(self) -> None:
+        self.failed(Reason.timeout, f"not prefilled within the {self.dispatch.time_allowed_s:g} s allowed")
+
+    # What follows from it
+
+    def _feed(self, event: object) -> None:
+        for effect in self._machine.feed(event):
+            self._carry_out(effect)
+
+    def _carry_out(self, effect: object) -> None:
+        leg = self.request_id, self.dispatch.attempt
+        match effect:
+            case core.SendAccept():
+                self.peer.send(Accept(*leg))
+            case core.SendDecline(failure):
+                self.peer.send(declined(self.dispatch, failure))
+            case core.SendSent(rows):
+                self.peer.send(Sent(*leg, rows_posted=rows))
+            case core.SendFailure(failure):
+                self.peer.send(failed(*leg, failure))
+            case core.SendDrained(rows):
+                self.peer.send(Drained(*leg, rows_posted=rows))
+            case core.StopWrites():
+                self._node.stop_writes(self)
+                self.check_completed()
+            case core.SettleOutcome(failure):
+                self._failure, self._settled = failure, True
+                if failure is not None:
+                    log.warning(
+                        "request failed", request_id=self.request_id, reason=str(failure.reason), detail=failure.detail
+                    )
+            case core.ReleasePages(rows):
+                self._expiry.cancel()
+                log.info("source pages released", request_id=self.request_id, rows=rows)
+                self._node.inbox.release_context_slot(self)
+                _resolve(self._released, rows)
+            case core.Forget():
+                self._node.inbox.forget(self)
+        if self._settled:
+            self._resolve_outcome()
+
+    def _resolve_outcome(self) -> None:
+        failure = self._failure
+        if failure is None:
+            _resolve(self._outcome, Outcome(True, self.dispatch.expected_rows))
+        else:
+            _resolve(self._outcome, Outcome(False, self._rows, failure.reason, failure.detail))
+
+
+def page_cursors(memory: Memory, peer: PeerDriver, dispatch: Dispatch) -> list[PageCursor]:
+    """One for each cache group: from our pages to the decoder's.
+
+    Raises:
+        LayoutError: The decoder names pages that it does not have, or one twice.
+    """
+    assert peer.remote is not None
+    spans = dispatch.ranks[0].spans
+    return [
+        PageCursor(
+            dispatch.num_tokens - 1,
+            [(span.first_token, page_array(span.pages)) for span in spans if span.group == index],
+            ours.page_tokens,
+            num_src_pages=ours.num_pages,
+            num_dst_pages=theirs.num_pages,
+        )
+        for index, (ours, theirs) in enumerate(zip(memory.groups, peer.remote.groups, strict=True))
+    ]
+
+
+_T = TypeVar("_T")
+
+
+def _resolve(future: asyncio.Future[_T], value: _T) -> None:
+    if not future.done():
+        future.set_result(value)
