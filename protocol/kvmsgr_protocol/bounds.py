@@ -32,4 +32,4 @@ Name = Annotated[str, Meta(min_length=1, max_length=128)]
 Label = Annotated[str, Meta(max_length=256)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 RequestId = Annotated[str, Meta(min_length=1, max_length=256)]
-Incarnation = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+Incarnation = Annotated[str, Meta(max_length=32, pattern="^[0-9a-f]{32}$")]  # "$" alone takes a newline
