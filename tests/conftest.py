@@ -16,18 +16,11 @@ LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 LOOPBACK_TESTS = Path(__file__).parent / "loopback"
 
 
-def debug_loop() -> asyncio.AbstractEventLoop:
-    """The loop of asyncio in debug mode: it reports slow callbacks and calls from the wrong thread."""
-    loop = asyncio.new_event_loop()
-    loop.set_debug(True)
-    return loop
-
-
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> Mapping[str, LoopFactory]:
-    """Run the tests that touch real I/O on both loops, the others on asyncio's debug loop alone."""
+    """Run the tests that touch real I/O on both loops, the others on asyncio's alone; both in debug mode."""
     if LOOPBACK_TESTS in item.path.parents:
-        return {"asyncio": debug_loop, "uvloop": uvloop.new_event_loop}
-    return {"asyncio": debug_loop}
+        return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+    return {"asyncio": asyncio.new_event_loop}
 
 
 def live_native_objects() -> dict[str, int]:

@@ -41,7 +41,7 @@ def stages(fast: bool, pytest_arguments: Sequence[str]) -> list[Stage]:
         Stage("ruff check", [["ruff", "check", "."]]),
         Stage("ruff format", [["ruff", "format", "--check", "--diff", "."]]),
         Stage("cython-lint", [["cython-lint", "ext"]]),
-        Stage("import contracts", [["lint-imports", "--no-logo"]]),
+        Stage("import contracts", [[PYTHON, "-m", "tools.checks.contracts"]]),
         Stage("mypy", [["mypy", *TYPED]]),
         Stage("native stub", [["stubtest", "kvmsgr._ext.native", "--mypy-config-file", "pyproject.toml"]]),
         Stage("C tests", [[PYTHON, "-m", "tools.checks.native"]]),

@@ -21,7 +21,7 @@ class Watch:
         os.environ[VARIABLE] = self._mark
         self._files_before = set(shared_memory_files())
 
-    def processes(self, grace_s: float = 2.0) -> dict[int, str]:
+    def processes(self, grace_s: float) -> dict[int, str]:
         """Command lines, by process id, of marked processes that still run; those just ending get `grace_s`."""
         deadline_s = time.monotonic() + grace_s
         while (found := self._marked_processes()) and time.monotonic() < deadline_s:
@@ -34,13 +34,13 @@ class Watch:
         in_use = files_in_use() if new else set()
         return [path for path in new if str(path) not in in_use]
 
-    def report(self) -> bool:
+    def report(self, grace_s: float = 2.0) -> bool:
         """Print what was left behind, and end the processes among it.
 
         Returns:
             Whether nothing was left behind.
         """
-        processes = self.processes()
+        processes = self.processes(grace_s)
         for pid, command_line in processes.items():
             print(f"still running (ended now): {pid} {command_line}")
             os.kill(pid, signal.SIGKILL)
