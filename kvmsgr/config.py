@@ -28,7 +28,8 @@ class Config:
         step_timeout_s: From `begin_step` until the step must have run all its layers.
         max_requests: Requests alive at once on the prefill side; beyond that a decoder is told to come back later.
         poller_core: CPU of the polling thread; None: any.
-        poller_spins: Whether the polling thread spins while something is under way; None: if there are more than two CPUs.
+        poller_spins: Whether the polling thread spins while something is under way; None: if there are more than
+            two CPUs.
         state_dir: Folder (on tmpfs) of the state file; None: the user's runtime folder, else /dev/shm.
     """
 

@@ -1,4 +1,4 @@
-"""Plain values that travel between an engine and its messenger. Picklable; the native layer is not needed to import them."""
+"""Plain values that travel between an engine and its messenger: picklable, and without the native layer."""
 
 from __future__ import annotations
 

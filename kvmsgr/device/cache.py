@@ -35,8 +35,8 @@ class CacheGroup:
             parts: One part, or two where K and V lie in separate tensors. A part is one array with a `layer` axis,
                 or a sequence of arrays, one a layer.
             dims: Names of the axes of each array, in order, separated by spaces: `layer`, `page`, `plane` (K and V
-                in one tensor), `head`, `token`, `dim`. HND is "page plane head token dim", NHD "page plane token head dim".
-                The layout has no default.
+                in one tensor), `head`, `token`, `dim`. HND is "page plane head token dim", NHD is
+                "page plane token head dim". The layout has no default.
             name: Name of the group; the same on both sides.
 
         Raises:

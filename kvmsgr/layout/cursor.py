@@ -120,6 +120,14 @@ class PageCursor:
         """Whether every page was given out."""
         return self._next == len(self._dst.pages)
 
+    def mark(self) -> int:
+        """Where the cursor stands, for `restore`."""
+        return self._next
+
+    def restore(self, mark: int) -> None:
+        """Go back to a mark: pages given out since then will be given out again. Source pages stay known."""
+        self._next = mark
+
     def add_source(self, first_token: int, pages: Pages) -> None:
         """Say which source pages hold the positions from `first_token` (it may lie inside the first page) on.
 

@@ -226,7 +226,8 @@ class PeerDriver:
         ]
 
     def _connect(self) -> None:
-        assert self.link is not None and self.remote is not None
+        assert self.link is not None
+        assert self.remote is not None
         endpoint, poller = self.remote.endpoints[0], self.node.fabric.poller
         regions = [(region.base, region.num_bytes, region.key) for region in self.remote.regions]
         poller.connect_link(self.link, endpoint.address, regions, endpoint.window)

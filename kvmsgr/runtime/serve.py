@@ -134,7 +134,7 @@ class PrefillRequest:
         return await asyncio.shield(self._released)
 
     async def outcome(self) -> Outcome:
-        """Wait until the decoder has said what became of the request, or cannot any more. Never raises for a failure."""
+        """Wait for what became of the request at its decoder. Never raises for a failed transfer."""
         return await asyncio.shield(self._outcome)
 
     # What comes in

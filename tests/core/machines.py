@@ -1,0 +1,60 @@
+"""Examples of every event, and a walker over tables."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from kvmsgr.core import fetch, leg, peer, serve
+from kvmsgr.core.failure import Failure
+from kvmsgr.core.machine import Machine
+from kvmsgr_protocol import Reason
+
+FAILURE = Failure(Reason.engine, "the engine said so", 3, 10)
+OTHER = Failure(Reason.timeout, "too late", 4, 10)
+
+EXAMPLES: dict[type, object] = {
+    leg.PeerLive: leg.PeerLive(),
+    leg.Accepted: leg.Accepted(),
+    leg.Declined: leg.Declined(Failure(Reason.busy, "no room")),
+    leg.AllPosted: leg.AllPosted(10),
+    leg.PeerFailed: leg.PeerFailed(FAILURE),
+    leg.AttemptReady: leg.AttemptReady(),
+    leg.AttemptFailed: leg.AttemptFailed(OTHER),
+    fetch.RowsCounted: fetch.RowsCounted(10),
+    fetch.CountOverflowed: fetch.CountOverflowed(11),
+    fetch.CountStalled: fetch.CountStalled(9, 10),
+    fetch.LegFailed: fetch.LegFailed(FAILURE),
+    fetch.TimeExpired: fetch.TimeExpired(9, 1.5),
+    fetch.Closed: fetch.Closed(9),
+    fetch.LegsClean: fetch.LegsClean(),
+    serve.EngineAccepted: serve.EngineAccepted(),
+    serve.EngineDeclined: serve.EngineDeclined(Failure(Reason.refused, "no")),
+    serve.WritesCompleted: serve.WritesCompleted(10),
+    serve.ReadsEnded: serve.ReadsEnded(5),
+    serve.Failed: serve.Failed(FAILURE),
+    serve.PeerEnded: serve.PeerEnded(OTHER),
+    serve.DecoderFinished: serve.DecoderFinished(),
+    serve.DecoderFailed: serve.DecoderFailed(OTHER),
+    peer.Greeted: peer.Greeted(),
+    peer.LinksOpened: peer.LinksOpened(),
+    peer.Attached: peer.Attached(),
+    peer.Lost: peer.Lost(FAILURE),
+    peer.LinksClosed: peer.LinksClosed(),
+}
+
+
+def new_machines() -> dict[type[Machine], Machine]:
+    return {
+        leg.Leg: leg.Leg("r1 at p"),
+        fetch.Fetch: fetch.Fetch("r1", 10),
+        serve.Serve: serve.Serve("r1"),
+        peer.Peer: peer.Peer("p"),
+    }
+
+
+def states_of(kind: type[Machine]) -> set[StrEnum]:
+    return {state for state, _ in kind.table} | {row.to for row in kind.table.values()}
+
+
+def events_of(kind: type[Machine], state: StrEnum) -> list[type]:
+    return [event for at, event in kind.table if at == state]

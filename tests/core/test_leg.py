@@ -1,0 +1,105 @@
+"""A leg tells its peer exactly what the peer needs to know, and says when none of its writes can land."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvmsgr.core.failure import Failure
+from kvmsgr.core.leg import (
+    CLEAN,
+    Accepted,
+    AllPosted,
+    AttemptFailed,
+    AttemptReady,
+    CheckCount,
+    Declined,
+    FailAttempt,
+    Leg,
+    LegState,
+    PeerFailed,
+    PeerLive,
+    SendDispatch,
+    SendFailed,
+    SendFinished,
+)
+from kvmsgr_protocol import Reason
+
+from .machines import EXAMPLES, FAILURE, events_of
+
+
+def fed(*events: object) -> tuple[Leg, list[object]]:
+    leg = Leg("r at p")
+    effects: list[object] = []
+    for event in events:
+        effects = leg.feed(event)
+    return leg, effects
+
+
+def test_a_whole_life() -> None:
+    leg = Leg("r at p")
+    assert leg.feed(PeerLive()) == [SendDispatch()]
+    assert leg.feed(Accepted()) == []
+    assert leg.feed(AllPosted(10)) == [CheckCount(10)]
+    assert leg.feed(AttemptReady()) == [SendFinished()]
+    assert leg.state is LegState.finished
+
+
+def test_the_count_may_be_complete_before_the_peer_has_said_anything() -> None:
+    leg, effects = fed(PeerLive(), AttemptReady())
+    assert effects == [SendFinished()]
+    assert leg.feed(Accepted()) == leg.feed(AllPosted(10)) == []
+
+
+def test_a_request_without_rows_still_releases_its_prefiller() -> None:
+    leg, effects = fed(AttemptReady())
+    assert effects == []
+    assert leg.feed(PeerLive()) == [SendDispatch(), SendFinished()]
+
+
+def test_a_peer_that_declined_leaves_a_clean_leg() -> None:
+    busy = Failure(Reason.busy, "no room")
+    leg, effects = fed(PeerLive(), Declined(busy))
+    assert effects == [FailAttempt(busy)]
+    assert leg.state in CLEAN
+
+
+def test_a_decline_that_arrives_after_the_failure_still_proves_the_leg_clean() -> None:
+    leg, _ = fed(PeerLive(), AttemptFailed(FAILURE))
+    assert leg.state not in CLEAN
+    leg.feed(Declined(Failure(Reason.refused, "no")))
+    assert leg.state in CLEAN
+
+
+def test_a_peer_that_was_never_reached_leaves_a_clean_leg() -> None:
+    leg, effects = fed(PeerFailed(FAILURE))
+    assert effects == [FailAttempt(FAILURE)]
+    assert leg.state in CLEAN
+
+
+def test_a_failure_elsewhere_is_told_to_a_peer_that_works_on_it() -> None:
+    for taken in ([], [Accepted()], [Accepted(), AllPosted(10)]):
+        _, effects = fed(PeerLive(), *taken, AttemptFailed(FAILURE))
+        assert effects == [SendFailed(FAILURE)]
+
+
+def test_a_peer_that_failed_is_not_told_so_again() -> None:
+    leg, effects = fed(PeerLive(), Accepted(), PeerFailed(FAILURE))
+    assert effects == [FailAttempt(FAILURE)]
+    assert leg.feed(AttemptFailed(FAILURE)) == []
+
+
+@given(st.lists(st.sampled_from([kind for kind in EXAMPLES if kind.__module__ == Leg.__module__]), max_size=12))
+def test_in_any_order_dispatch_is_sent_once_and_before_anything_else(events: list[type]) -> None:
+    leg = Leg("r at p")
+    seen: list[object] = []
+    for event in events:
+        if event in events_of(Leg, leg.state):
+            seen += leg.feed(EXAMPLES[event])
+    sends = [effect for effect in seen if isinstance(effect, SendDispatch | SendFinished | SendFailed)]
+    assert sends.count(SendDispatch()) <= 1
+    assert len(sends) <= 2
+    if sends:
+        assert sends[0] == SendDispatch()
+    if leg.state is LegState.unsent:
+        assert not sends
