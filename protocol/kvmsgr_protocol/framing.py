@@ -19,7 +19,7 @@ _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 def _decode(body: bytes | memoryview) -> Message:
     try:
         return _decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         start = bytes(body[:16]).hex(" ")
         raise BadFrame(f"frame of {len(body)} bytes (starts {start}) holds no valid message: {error}") from error
 

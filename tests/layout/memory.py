@@ -1,0 +1,161 @@
+"""Caches of any shape in one block of bytes, and a mover that knows arrays instead of runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from hypothesis import strategies as st
+
+from kvmsgr.layout import RegionRange, Template, describe_group
+from kvmsgr.types import RawArray
+from kvmsgr_protocol import GroupLayout
+
+ITEM = np.dtype(np.uint16)
+AXES = ("layer", "page", "plane", "head", "token")
+
+
+def raw(array: npt.NDArray[Any], dtype: str = "bfloat16") -> RawArray:
+    """An array as the layout package takes it."""
+    return RawArray(array.ctypes.data, array.shape, array.strides, dtype, array.itemsize)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What both sides must have alike."""
+
+    num_layers: int
+    num_heads: int
+    page_tokens: int
+    widths: tuple[int, ...]
+    """Elements of a row, by plane."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A cache in one block of bytes.
+
+    Args:
+        arena: The bytes.
+        rows: [layer][plane] -> view of shape (page, head, token, dim).
+        group: Its description.
+        regions: Its regions.
+    """
+
+    arena: npt.NDArray[np.uint8]
+    rows: list[list[npt.NDArray[np.uint16]]]
+    group: GroupLayout
+    regions: list[RegionRange]
+
+    def offset(self, region: int, base: int) -> int:
+        """Place in the arena of an offset in a region."""
+        return self.regions[region].address - self.arena.ctypes.data + base
+
+
+@st.composite
+def memories(draw: st.DrawFn, shape: Shape, num_pages: int) -> Memory:
+    """A cache of `shape`: axes in any order, padding anywhere, in one tensor or many."""
+    apart = len(set(shape.widths)) > 1 or draw(st.booleans(), label="planes apart")
+    stacked = draw(st.booleans(), label="layers in one tensor")
+    sizes = dict(
+        zip(AXES, (shape.num_layers, num_pages, len(shape.widths), shape.num_heads, shape.page_tokens), strict=True)
+    )
+    hidden = {axis for axis, absent in (("layer", not stacked), ("plane", apart)) if absent}
+    for axis in ("head", "plane"):
+        if sizes[axis] == 1 and draw(st.booleans(), label=f"no {axis}"):
+            hidden.add(axis)
+    axes = draw(st.permutations([axis for axis in AXES if axis not in hidden]), label="axes")
+    pads = [draw(st.sampled_from([0, 0, 0, 1]), label=f"pad {axis}") for axis in (*axes, "dim")]
+
+    arena = np.zeros(1 << 20, np.uint8)
+    end = 64
+    rows: list[list[npt.NDArray[np.uint16]]] = [[] for _ in range(shape.num_layers)]
+    parts: list[list[RawArray]] = []
+    for width in shape.widths if apart else shape.widths[:1]:
+        wanted = (*(sizes[axis] for axis in axes), width)
+        padded = [size + pad for size, pad in zip(wanted, pads, strict=True)]
+        part = []
+        for index in range(1 if stacked else shape.num_layers):
+            whole = np.ndarray(padded, ITEM, arena.data, end)
+            end += whole.nbytes + draw(st.sampled_from([0, 2, 64]), label="gap")
+            array = whole[tuple(slice(size) for size in wanted)]
+            part.append(raw(array))
+            order = [*(axis for axis in AXES if axis not in axes), *axes]
+            every_axis = np.expand_dims(array, tuple(range(len(AXES) - len(axes))))
+            ordered = every_axis.transpose(*(order.index(axis) for axis in AXES), len(AXES))
+            for offset, of_layer in enumerate(ordered):
+                rows[index + offset] += list(of_layer.transpose(1, 0, 2, 3, 4))
+        parts.append(part)
+    assert end <= len(arena)
+    group, regions = describe_group(parts, " ".join((*axes, "dim")), name="kv")
+    return Memory(arena, rows, group, regions)
+
+
+def fill(memory: Memory, seed: int) -> None:
+    """Give every byte of the arena an own-looking value, gaps and padding too."""
+    memory.arena[:] = np.random.default_rng(seed).integers(1, 255, len(memory.arena), np.uint8)
+
+
+class Wire:
+    """Carries out runs as the native layer would, and notes what was written."""
+
+    def __init__(self, src: Memory, dst: Memory) -> None:
+        self.src, self.dst = src, dst
+        self.times_written = np.zeros(len(dst.arena), np.int64)
+        self.rows = 0
+        self.writes = 0
+
+    def carry(self, template: Template, pairs: npt.NDArray[np.int32], edges: Sequence[npt.NDArray[np.uint64]]) -> None:
+        """Write the whole pages and the edge runs, for every entry."""
+        runs = [
+            (src_page * template.src_page_bytes + src, dst_page * template.dst_page_bytes + dst, num_bytes, rows)
+            for src_page, dst_page in pairs.tolist()
+            for src, dst, num_bytes, rows in template.runs.tolist()
+        ]
+        runs += [tuple(run) for edge in edges for run in edge.tolist()]
+        for src_region, src_base, dst_region, dst_base, _ in template.entries.tolist():
+            for src_offset, dst_offset, num_bytes, rows in runs:
+                assert rows >= 1
+                assert num_bytes >= rows * template.row_bytes
+                assert src_base + src_offset + num_bytes <= self.src.regions[src_region].num_bytes
+                assert dst_base + dst_offset + num_bytes <= self.dst.regions[dst_region].num_bytes
+                start = self.src.offset(src_region, src_base + src_offset)
+                into = self.dst.offset(dst_region, dst_base + dst_offset)
+                self.dst.arena[into : into + num_bytes] = self.src.arena[start : start + num_bytes]
+                self.times_written[into : into + num_bytes] += 1
+                self.rows += rows
+                self.writes += 1
+
+
+def move(src: Memory, dst: Memory, places: Sequence[tuple[int, int, int]]) -> tuple[npt.NDArray[np.uint8], int]:
+    """Move (source page, destination page, token) element by element into a copy of the destination.
+
+    Returns:
+        The destination's bytes afterwards, and the rows moved.
+    """
+    before = dst.arena.copy()
+    rows = 0
+    for src_planes, dst_planes in zip(src.rows, dst.rows, strict=True):
+        for src_rows, dst_rows in zip(src_planes, dst_planes, strict=True):
+            for src_page, dst_page, token in places:
+                dst_rows[dst_page, :, token] = src_rows[src_page, :, token]
+                rows += dst_rows.shape[1]
+    after = dst.arena.copy()
+    dst.arena[:] = before
+    return after, rows
+
+
+def mask(memory: Memory, places: Sequence[tuple[int, int]]) -> npt.NDArray[np.bool_]:
+    """Which bytes of the arena belong to the (page, token) places."""
+    before = memory.arena.copy()
+    memory.arena[:] = 0
+    for planes in memory.rows:
+        for rows in planes:
+            for page, token in places:
+                rows[page, :, token] = 0xFFFF
+    found = memory.arena > 0
+    memory.arena[:] = before
+    return found
