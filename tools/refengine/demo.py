@@ -1,0 +1,157 @@
+"""Prefill in one process, decode in another, kvmsgr between them; every logit compared with a run in one process."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from . import prompts as texts
+from . import roles
+from .cache import PagedCache
+from .decode import Delivery
+from .engine import Engine
+from .loader import Checkpoint, load
+from .processes import Children, DemoFailed
+from .reference import Answer, run_alone
+from .report import PromptReport, Report
+from .selftest import bitwise_difference, difference_of
+
+REFERENCE_STEP_TOKENS = 1024  # the reference computes each prompt by itself, in one chunk
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "tools/demo",
+        description=__doc__,
+        epilog="Exit codes: 0 every logit row is equal, 1 something differs or failed, 2 wrong usage.",
+    )
+    add = parser.add_argument
+    add("--prompts", type=positive, default=8, metavar="N", help="number of built-in prompts (default: 8)")
+    add("--prompt-file", type=Path, metavar="FILE", help="your own prompts instead, separated by blank lines")
+    add("--new-tokens", type=positive, default=24, metavar="N", help="most tokens to generate a prompt (default: 24)")
+    add("--chunk-tokens", type=positive, default=64, metavar="N", help="tokens a prefill step computes (default: 64)")
+    add("--page-tokens", type=int, choices=(8, 16, 32, 64), default=16, help="tokens a page (default: 16)")
+    add("--layout", choices=("hnd", "nhd"), default="hnd", help="order inside a page (default: hnd)")
+    add("--provider", choices=("auto", "shm", "net", "tcp"), default="auto", help="libfabric provider (default: auto)")
+    add("--seed", type=int, default=0, metavar="N", help="shuffles the pages (default: 0)")
+    add("--post-at-end", action="store_true", help="send a prompt's pages only when all of it is computed")
+    add("--corrupt-write", type=positive, metavar="N", help="flip a byte in the Nth write; the demo must notice")
+    add("--drop-write", type=positive, metavar="N", help="lose the Nth write; the demo must notice")
+    add("--json", type=Path, metavar="FILE", help="write the report there too")
+    add("--time-limit", type=positive, default=300, metavar="S", help="seconds for everything (default: 300)")
+    add("-v", "--verbose", action="store_true", help="show the logs of both processes")
+    return parser.parse_args(arguments)
+
+
+def positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return number
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the demo; returns its exit code."""
+    options = parse(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the children are ended in order
+    torch.set_num_threads(1)
+    log_folder = None if options.verbose else Path(tempfile.mkdtemp(prefix="kvmsgr-demo-"))
+    try:
+        report = run(options, log_folder)
+    except DemoFailed as error:
+        print(f"demo FAILED\n{error}")
+        if log_folder:
+            print(f"logs: {log_folder}")
+        return 1
+    print(report.text())
+    if options.json:
+        report.write_json(options.json)
+    if log_folder:
+        shutil.rmtree(log_folder)
+    return 0 if report.ok else 1
+
+
+def run(options: argparse.Namespace, log_folder: Path | None) -> Report:
+    checkpoint = load()
+    questions = texts.from_file(options.prompt_file) if options.prompt_file else texts.built_in(options.prompts)
+    prompts = {f"prompt-{index}": checkpoint.encode_chat(text) for index, text in enumerate(questions)}
+    pages = [-(-(len(prompt) + options.new_tokens) // options.page_tokens) for prompt in prompts.values()]
+    for_decode = roles.RoleOptions(
+        num_pages=sum(pages),
+        num_requests=len(prompts),
+        seed=options.seed,
+        page_tokens=options.page_tokens,
+        layout=options.layout,
+        fabric=options.provider,
+        step_tokens=options.chunk_tokens,
+        new_tokens=options.new_tokens,
+    )
+    for_prefill = replace(
+        for_decode,
+        num_pages=max(max(pages), sum(pages) // 2),  # too few for all: pages are used again while others travel
+        seed=options.seed + 1,
+        post_at_end=options.post_at_end,
+        corrupt_write=options.corrupt_write,
+        drop_write=options.drop_write,
+    )
+    with Children(options.time_limit, log_folder) as children:
+        children.start("prefill", roles.prefill, for_prefill)
+        children.start("decode", roles.decode, for_decode)
+        instability = bitwise_difference(checkpoint, options.seed)  # while the two load their weights
+        if instability:
+            print(f"WARNING: arithmetic is not bitwise stable here; only tokens are compared.\n{instability}")
+        prefiller: roles.Ready = children.receive("prefill")
+        decoder: roles.Ready = children.receive("decode")
+        print(f"moving the KV of {len(prompts)} prompts over {prefiller.fabric}", flush=True)
+        children.send("prefill", roles.Serve(decoder.state_path))
+        children.send("decode", roles.Generate(prefiller.descriptor, prompts))
+        deliveries: dict[str, Delivery] = children.receive("decode")
+        children.send("prefill", roles.Stop())
+        served: roles.Served = children.receive("prefill")
+    print("computing the same in one process", flush=True)
+    cache = PagedCache(checkpoint.config, sum(pages), options.page_tokens, options.layout, options.seed + 2)
+    expected = run_alone(Engine(checkpoint, cache), list(prompts.values()), options.new_tokens, REFERENCE_STEP_TOKENS)
+    bitwise = instability is None
+    return Report(
+        prompts=[
+            describe(checkpoint, request_id, prompts[request_id], answer, deliveries[request_id], served, bitwise)
+            for request_id, answer in zip(prompts, expected, strict=True)
+        ],
+        fabric=prefiller.fabric,
+        num_writes=served.num_writes,
+        num_bytes=served.num_bytes,
+        transfer_s=max(delivery.arrived_s for delivery in deliveries.values()),
+        num_distinct_tokens=len({token for delivery in deliveries.values() for token in delivery.answer.tokens}),
+        bitwise=bitwise,
+    )
+
+
+def describe(
+    checkpoint: Checkpoint,
+    request_id: str,
+    prompt: list[int],
+    expected: Answer,
+    delivery: Delivery,
+    served: roles.Served,
+    bitwise: bool,
+) -> PromptReport:
+    found = delivery.answer
+    difference = difference_of(expected, found)
+    if not bitwise:
+        difference = None if expected.tokens == found.tokens else "tokens differ"
+    return PromptReport(
+        request_id=request_id,
+        num_tokens=len(prompt),
+        text=checkpoint.tokenizer.decode(found.tokens),
+        num_pages=delivery.num_pages,
+        rows=delivery.rows,
+        landed_early=served.landed.get(request_id, 0) / delivery.rows if delivery.rows else None,
+        difference=difference,
+    )

@@ -1,0 +1,33 @@
+"""What both roles share: opening a Messenger over an engine's cache, and the thread that runs the model."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+import kvmsgr
+
+from .cache import DIMS
+from .engine import Engine
+
+
+async def open_messenger(name: str, engine: Engine, hidden: Tensor, fabric: str) -> kvmsgr.Messenger:
+    """Open a Messenger that moves the pages of an engine's cache and, a request, one hidden state.
+
+    Args:
+        name: Name in logs.
+        engine: Its cache and the fingerprint of its weights are announced to peers.
+        hidden: Shape [num_slots, hidden]: context slots for the state of the last prefilled token.
+        fabric: As in `kvmsgr.Config`.
+    """
+    group = kvmsgr.CacheGroup.from_tensors([engine.cache.tensor], dims=DIMS[engine.cache.layout], name="kv")
+    config = kvmsgr.Config(name=name, fabric=fabric, model=f"smollm2-135m@{engine.checkpoint.fingerprint}")
+    context = [kvmsgr.ContextBuffer("hidden", hidden)]
+    return await kvmsgr.Messenger.open(config, kvmsgr.Cache(groups=[group]), context)
+
+
+def model_thread() -> ThreadPoolExecutor:
+    """One thread that runs the forward passes one after the other, beside the event loop."""
+    return ThreadPoolExecutor(1, "model", initializer=torch.set_num_threads, initargs=(1,))

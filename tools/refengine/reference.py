@@ -1,0 +1,55 @@
+"""The oracle: the same engine, prefill and decode in one process, no messenger."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .engine import Engine, Generation
+from .scheduler import Job, PrefillScheduler
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Everything a run computed for one prompt.
+
+    Attributes:
+        tokens: The generated ids.
+        logits: [generated tokens, vocab].
+        hidden: [hidden], the last prefilled token's state; zeros for a prompt of one token.
+    """
+
+    tokens: list[int]
+    logits: Tensor
+    hidden: Tensor
+
+
+def run_alone(
+    engine: Engine, prompts: Sequence[list[int]], new_tokens: int, step_tokens: int, max_running: int = 1
+) -> list[Answer]:
+    """Prefill and decode all prompts in this process. The cache must have pages for all of them at once."""
+
+    def allocate(job: Job) -> list[int] | None:
+        return engine.allocate(len(job.prompt) + new_tokens)
+
+    jobs = [Job(f"prompt-{index}", prompt) for index, prompt in enumerate(prompts)]
+    hidden = {job.request_id: torch.zeros(engine.config.hidden) for job in jobs}
+    scheduler = PrefillScheduler(step_tokens, max_running, allocate)
+    for job in jobs:
+        if job.num_prefill:
+            scheduler.add(job)
+        else:
+            job.pages = allocate(job) or []
+    while pieces := scheduler.next_step():
+        for piece, state in zip(pieces, engine.prefill(pieces), strict=True):
+            hidden[piece.job.request_id] = state
+
+    generations = [Generation(job) for job in jobs]
+    while running := [own for own in generations if not engine.is_finished(own, new_tokens)]:
+        engine.decode(running)
+    for job in jobs:
+        engine.cache.release(job.pages)
+    return [Answer(own.tokens, torch.stack(own.logits), hidden[own.job.request_id]) for own in generations]

@@ -1,0 +1,142 @@
+"""What the two processes of the demo do, and what they tell the one that started them."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import torch
+
+import kvmsgr
+from kvmsgr.inspect import landed_rows
+
+from .cache import Layout, PagedCache
+from .decode import DecodeNode, Delivery
+from .engine import Engine
+from .loader import load
+from .node import open_messenger
+from .prefill import PrefillNode
+from .processes import Channel
+
+
+@dataclass(frozen=True)
+class RoleOptions:
+    """Options of one process. `num_pages` and `seed` differ between the two, the rest need not."""
+
+    num_pages: int
+    num_requests: int
+    seed: int
+    page_tokens: int
+    layout: Layout
+    fabric: str
+    step_tokens: int
+    new_tokens: int
+    post_at_end: bool = False
+    corrupt_write: int | None = None
+    drop_write: int | None = None
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A process has opened its messenger. `fabric` is the provider and why it was taken."""
+
+    descriptor: kvmsgr.Descriptor
+    fabric: str
+    state_path: str
+
+
+@dataclass(frozen=True)
+class Serve:
+    """To the prefiller: serve, and look into the decoder's state file to see how much has landed."""
+
+    decoder_state_path: str
+
+
+@dataclass(frozen=True)
+class Generate:
+    """To the decoder: answer these prompts (request id to token ids), prefilled there, all at the same time."""
+
+    source: kvmsgr.Descriptor
+    prompts: dict[str, list[int]]
+
+
+@dataclass(frozen=True)
+class Stop:
+    """To the prefiller: everything has been generated."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """The prefiller's account. `landed`: rows at the decoder just before a request's last layer was signalled."""
+
+    landed: dict[str, int]
+    outcomes: dict[str, kvmsgr.Outcome]
+    num_writes: int
+    num_bytes: int
+
+
+def make_engine(options: RoleOptions) -> Engine:
+    checkpoint = load()
+    cache = PagedCache(checkpoint.config, options.num_pages, options.page_tokens, options.layout, options.seed)
+    return Engine(checkpoint, cache)
+
+
+def ready(messenger: kvmsgr.Messenger) -> Ready:
+    assert messenger.state_path is not None
+    return Ready(messenger.descriptor, f"{messenger.fabric.provider} ({messenger.fabric.why})", messenger.state_path)
+
+
+async def prefill(channel: Channel, options: RoleOptions) -> None:
+    """The prefill process."""
+    engine = make_engine(options)
+    hidden = torch.zeros(options.num_requests, engine.config.hidden)
+    messenger = await open_messenger("prefill", engine, hidden, options.fabric)
+    try:
+        with channel.reporting():
+            channel.send(ready(messenger))
+            serve: Serve = await channel.receive()
+            landed: dict[str, int] = {}
+
+            def look(request_id: str) -> None:
+                landed[request_id] = landed_rows(serve.decoder_state_path, request_id) or 0
+
+            node = PrefillNode(
+                engine,
+                messenger,
+                step_tokens=options.step_tokens,
+                post_at_end=options.post_at_end,
+                before_last_signal=look,
+            )
+            if options.corrupt_write:
+                messenger.inject("corrupt", options.corrupt_write)
+            if options.drop_write:
+                messenger.inject("drop", options.drop_write)
+            async with asyncio.TaskGroup() as group:
+                running = group.create_task(node.run())
+                await channel.receive()  # Stop
+                await node.drained()
+                running.cancel()
+            stats = messenger.stats()
+            channel.send(Served(landed, node.outcomes, stats["posted_writes"], stats["posted_bytes"]))
+    finally:
+        await messenger.close()
+
+
+async def decode(channel: Channel, options: RoleOptions) -> None:
+    """The decode process."""
+    engine = make_engine(options)
+    hidden = torch.full((options.num_requests, engine.config.hidden), torch.nan)
+    messenger = await open_messenger("decode", engine, hidden, options.fabric)
+    try:
+        with channel.reporting():
+            channel.send(ready(messenger))
+            order: Generate = await channel.receive()
+            node = DecodeNode(engine, messenger, options.new_tokens)
+            async with asyncio.TaskGroup() as group:
+                running = group.create_task(node.run())
+                answers = [node.answer(order.source, *prompt) for prompt in order.prompts.items()]
+                deliveries: list[Delivery] = await asyncio.gather(*answers)
+                running.cancel()
+            channel.send(dict(zip(order.prompts, deliveries, strict=True)))
+    finally:
+        await messenger.close()
