@@ -33,12 +33,19 @@ def test_a_passing_stage_prints_one_line(capfd: pytest.CaptureFixture[str]) -> N
     assert line.startswith("ok    greeting")
 
 
+def test_a_stage_quotes_the_line_that_sums_it_up(capfd: pytest.CaptureFixture[str]) -> None:
+    assert Stage(
+        "sum", [python("print('== 1 passed =='); print('== 2 passed =='); print('bye')")], quote=" passed"
+    ).run()
+    assert capfd.readouterr().out.endswith(" s  2 passed\n")
+
+
 def test_a_failing_stage_shows_all_its_output_and_stops(capfd: pytest.CaptureFixture[str]) -> None:
     failing = python("import sys; print('to stdout', flush=True); sys.exit('to stderr')")
     assert not Stage("bad", [failing, python("print('never run')")]).run()
     out = capfd.readouterr().out
     assert out.startswith("FAIL  bad")
-    assert "to stdout\nto stderr\nbad: exit status 1" in out
+    assert "to stdout\nto stderr\n\nbad: exit status 1" in out
     assert "\nnever run" not in out
 
 

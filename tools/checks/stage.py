@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -24,12 +23,14 @@ class Stage:
         commands: Argument lists, without a shell.
         limit_s: Time after which the stage is ended and counts as failed.
         slow: Left out by --fast.
+        quote: The report quotes the last line of output that holds this text.
     """
 
     name: str
     commands: Sequence[Command]
     limit_s: float = 300.0
     slow: bool = False
+    quote: str | None = None
 
     def run(self) -> bool:
         """Run it, print one line, and all its output if it failed.
@@ -41,11 +42,12 @@ class Stage:
         with tempfile.TemporaryFile("w+", errors="replace") as output:
             failure = self._first_failure(output, started_s + self.limit_s)
             seconds = time.monotonic() - started_s
-            print(f"{'FAIL' if failure else 'ok  '}  {self.name:<24} {seconds:6.1f} s", flush=True)
-            if failure:
-                output.seek(0)
-                sys.stdout.write(output.read())
-                print(f"{self.name}: {failure}", flush=True)
+            output.seek(0)
+            text = output.read()
+        quoted = [line.strip("= ") for line in text.splitlines() if self.quote and self.quote in line][-1:]
+        print(f"{'FAIL' if failure else 'ok  '}  {self.name:<24} {seconds:6.1f} s", *quoted, sep="  ", flush=True)
+        if failure:
+            print(text, f"{self.name}: {failure}", sep="\n", flush=True)
         return not failure
 
     def _first_failure(self, output: IO[str], deadline_s: float) -> str:
