@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -110,11 +111,7 @@ def run(options: argparse.Namespace, log_folder: Path | None) -> Report:
         prefiller: roles.Ready = children.receive("prefill")
         decoder: roles.Ready = children.receive("decode")
         print(f"moving the KV of {len(prompts)} prompts over {prefiller.fabric}", flush=True)
-        children.send("prefill", roles.Serve(decoder.state_path))
-        children.send("decode", roles.Generate(prefiller.descriptor, prompts))
-        deliveries: dict[str, Delivery] = children.receive("decode")
-        children.send("prefill", roles.Stop())
-        served: roles.Served = children.receive("prefill")
+        deliveries, served = serve(children, prefiller, decoder, prompts)
     print("computing the same in one process", flush=True)
     cache = PagedCache(checkpoint.config, sum(pages), options.page_tokens, options.layout, options.seed + 2)
     expected = run_alone(Engine(checkpoint, cache), list(prompts.values()), options.new_tokens, REFERENCE_STEP_TOKENS)
@@ -131,6 +128,22 @@ def run(options: argparse.Namespace, log_folder: Path | None) -> Report:
         num_distinct_tokens=len({token for delivery in deliveries.values() for token in delivery.answer.tokens}),
         bitwise=bitwise,
     )
+
+
+def serve(
+    children: Children, prefiller: roles.Ready, decoder: roles.Ready, prompts: dict[str, list[int]]
+) -> tuple[dict[str, Delivery], roles.Served]:
+    """Let the decoder answer all prompts at once."""
+    started = time.monotonic()
+    try:
+        children.send("prefill", roles.Serve(decoder.state_path))
+        children.send("decode", roles.Generate(prefiller.descriptor, prompts))
+        deliveries: dict[str, Delivery] = children.receive("decode")
+        children.send("prefill", roles.Stop())
+        served: roles.Served = children.receive("prefill")
+    except DemoFailed as error:
+        raise DemoFailed(f"{error}\n{time.monotonic() - started:.1f} s after the first request") from error
+    return deliveries, served
 
 
 def describe(

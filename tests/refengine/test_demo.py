@@ -1,0 +1,126 @@
+"""The demo end to end: real processes, real libfabric, real weights."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools.refengine import prompts
+from tools.refengine.demo import parse
+from tools.refengine.report import PromptReport, Report
+
+ROOT = Path(__file__).parents[2]
+ROWS_A_TOKEN = 30 * 2 * 3  # layers, planes, KV heads
+
+
+def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tools.refengine", "--new-tokens", "6", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+
+
+def report_of(path: Path, *arguments: str) -> dict[str, Any]:
+    done = demo("--json", str(path), *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report: dict[str, Any] = json.loads(path.read_text())
+    assert done.stdout.splitlines()[-1] == f"bitwise equal: {len(report['prompts'])}/{len(report['prompts'])}"
+    return report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("provider", "layout"), [("net", "hnd"), ("shm", "nhd"), ("shm", "hnd")])
+def test_every_logit_is_equal_and_most_rows_land_early(provider: str, layout: str, tmp_path: Path) -> None:
+    report = report_of(tmp_path / "report.json", "--prompts", "3", "--provider", provider, "--layout", layout)
+    assert report["fabric"].startswith(provider)
+    for prompt in report["prompts"]:
+        assert prompt["rows"] == (prompt["num_tokens"] - 1) * ROWS_A_TOKEN + 1  # and one hidden state
+    assert report["landed_early"] >= 0.8
+
+
+@pytest.mark.slow
+def test_posting_at_the_end_lands_nothing_early(tmp_path: Path) -> None:
+    report = report_of(tmp_path / "report.json", "--prompts", "2", "--provider", "shm", "--post-at-end")
+    assert report["landed_early"] <= 0.02
+
+
+@pytest.mark.slow
+def test_prompts_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("Say\nhello.\n\n\n\nWhat is 2 + 2?\n")
+    report = report_of(tmp_path / "report.json", "--prompt-file", str(file), "--page-tokens", "32", "--seed", "5")
+    assert len(report["prompts"]) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("provider", ["net", "shm"])
+def test_a_flipped_byte_is_found_in_the_logits(provider: str) -> None:
+    done = demo("--prompts", "2", "--provider", provider, "--corrupt-write", "40")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert re.search(r"^prompt-[01] .* DIFFERS|'prompt-[01]': logits .* are not finite", done.stdout, re.MULTILINE)
+    assert "bitwise equal: 2/2" not in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("provider", ["net", "shm"])
+def test_a_lost_write_is_an_error_that_says_what_is_missing(provider: str) -> None:
+    done = demo("--prompts", "2", "--provider", provider, "--drop-write", "40")
+    assert done.returncode == 1, done.stdout + done.stderr
+    error = re.search(r"ShortCountError: request 'prompt-[01]': .*", done.stdout)
+    assert error, done.stdout
+    landed, expected = sorted(int(number) for number in re.findall(r"\b\d{4,}\b", error[0]))[-2:]
+    assert landed < expected
+    elapsed = re.search(r"([\d.]+) s after the first request", done.stdout)
+    assert elapsed, done.stdout
+    assert float(elapsed[1]) < 8  # the loss comes a little after the request; the limit is 5 s from there
+
+
+def test_wrong_usage_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse(["--prompts", "0"])
+    assert "0 is not at least 1" in capsys.readouterr().err
+
+
+def test_built_in_prompts_differ_and_repeat_with_a_number() -> None:
+    texts = prompts.built_in(30)
+    assert len(set(texts)) == 30
+    assert prompts.built_in(3) == texts[:3]
+
+
+def test_a_file_without_prompts_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "empty.txt"
+    file.write_text("\n\n \n\n")
+    with pytest.raises(ValueError, match="holds no prompt"):
+        prompts.from_file(file)
+
+
+def make_report(*differences: str | None, num_distinct_tokens: int = 9, bitwise: bool = True) -> Report:
+    lines = [
+        PromptReport(f"prompt-{index}", 300, "some text", 19, 1000, 0.9, difference)
+        for index, difference in enumerate(differences)
+    ]
+    return Report(lines, "shm", 10, 1000, 2.0, num_distinct_tokens, bitwise)
+
+
+def test_a_difference_is_never_shown_as_equal() -> None:
+    report = make_report(None, "logits of new token 0 differ")
+    assert not report.ok
+    assert "prompt-1" in report.text()
+    assert "DIFFERS (logits of new token 0 differ)" in report.text()
+    assert report.text().endswith("bitwise equal: 1/2")
+
+
+def test_one_token_everywhere_is_suspicious_not_equal() -> None:
+    report = make_report(None, None, num_distinct_tokens=1)
+    assert not report.ok
+    assert "SUSPICIOUS" in report.text()
+
+
+def test_comparing_tokens_only_is_said_loudly() -> None:
+    text = make_report(None, bitwise=False).text()
+    assert "bits were NOT compared" in text
+    assert text.endswith("tokens equal: 1/1")
