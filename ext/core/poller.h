@@ -1,0 +1,135 @@
+/* The poller: one thread that posts, reads the completion queue, watches the layer words and counts what lands.
+
+   Callers' side: any thread, through the functions below (front.c). Poller's side: its own thread alone, without locks.
+   Between them are two rings: commands in, records out. All endpoint work is done on the poller's thread, because the
+   domain is opened for one thread (FI_THREAD_DOMAIN); registration of sources comes before that thread starts. */
+#ifndef KV_POLLER_H
+#define KV_POLLER_H
+#include "clock.h"
+#include "commands.h"
+#include "fault.h"
+#include "link.h"
+#include "state.h"
+#include "step.h"
+#include "trace.h"
+
+#define KV_MAX_REGIONS 1024
+#define KV_CQ_BATCH 64
+
+struct kv_config {
+    const char *provider, *node;
+    int core;                     /* -1: wherever the scheduler likes */
+    uint32_t cq_entries;
+    bool spin;                    /* while busy; else short naps leave the core to the engine */
+    uint64_t spin_ns, sleep_max_ns;
+    uint32_t max_write_bytes;
+    uint64_t link_bytes;          /* in flight on a link, about */
+    uint64_t op_timeout_ns;
+};
+
+#define KV_STATS(X) \
+    X(posted_writes) X(posted_bytes) X(posted_rows) X(completed_writes) X(landed_writes) X(landed_rows) X(strays) \
+    X(again) X(errors) X(lost_records) X(rounds) X(naps) X(sleeps)
+
+struct kv_stats {   /* written by the poller alone, read by anyone */
+#define X(name) _Atomic uint64_t name;
+    KV_STATS(X)
+#undef X
+};
+#define X(name) +1
+enum { KV_NUM_STATS = KV_STATS(X) };
+#undef X
+extern const char *const kv_stats_names[KV_NUM_STATS];
+static inline void kv_count(_Atomic uint64_t *stat, uint64_t change)
+{
+    atomic_store_explicit(stat, atomic_load_explicit(stat, memory_order_relaxed) + change, memory_order_relaxed);
+}
+
+struct kv_poller {
+    struct kv_config config;
+    struct kv_state *state;
+    struct kv_domain domain;
+    struct kv_commands commands;
+    struct kv_records records;
+    struct kv_stats stats;
+    struct kv_faults faults;
+    _Atomic(struct kv_trace *) trace;   /* NULL: off */
+    _Atomic bool link_slot_busy[KV_MAX_LINKS];
+
+    struct {   /* callers' side; `lock` guards the tables and is never held for longer than a look-up */
+        pthread_mutex_t lock;
+        _Atomic uint32_t callers;
+        _Atomic bool closed, joined;
+        bool started;
+        pthread_t thread;
+        uint32_t num_regions, num_streams, num_templates, template_capacity, links_made;
+        struct kv_region regions[KV_MAX_REGIONS];
+        struct kv_stream *streams[KV_MAX_STREAMS];
+        struct kv_link *links[KV_MAX_LINKS];
+        struct kv_template **templates;
+    } front;
+
+    /* poller's side */
+    _Atomic bool stop;
+    uint64_t now_ns;              /* the clock, read now and then */
+    uint64_t young_until_ns;      /* a connection may still be coming up */
+    uint64_t timeouts_checked_ns;
+    struct kv_stream *streams[KV_MAX_STREAMS];
+    uint32_t num_streams;
+    uint32_t num_armed;           /* steps that still have bumps to show */
+    uint64_t num_flying;          /* operations */
+    struct kv_link *links[KV_MAX_LINKS];
+    uint32_t num_closing, num_active;
+    struct kv_node active;        /* links that have something to post */
+    struct kv_record *backlog;    /* records that found the ring full, in order */
+    size_t backlog_head, backlog_tail, backlog_capacity;
+};
+
+/* ---- callers' side (front.c) ---- */
+struct kv_poller *kv_poller_open(const struct kv_config *config, struct kv_state *state, struct kv_error *e);
+bool kv_poller_self_test(struct kv_poller *p, struct kv_error *e);
+/* Joins the thread, ends every link and transfer, closes the domain. What was recorded can still be taken. */
+void kv_poller_close(struct kv_poller *p);
+void kv_poller_free(struct kv_poller *p);
+
+int64_t kv_register(struct kv_poller *p, uint64_t address, uint64_t bytes, struct kv_error *e);      /* -1: error */
+int64_t kv_add_stream(struct kv_poller *p, struct kv_layer_counter *c, struct kv_error *e);         /* -1: error */
+int64_t kv_open_link(struct kv_poller *p, const uint64_t *keys, uint32_t num_keys, struct kv_error *e); /* -1: error */
+/* Once it is opened: its endpoint's name, and the regions a peer must use (room for all of ours). -1: error */
+int64_t kv_link_name(struct kv_poller *p, uint32_t link, uint8_t name[KV_NAME_BYTES], struct kv_error *e);
+int64_t kv_link_regions(struct kv_poller *p, uint32_t link, struct kv_remote_region *out, struct kv_error *e);
+bool kv_connect_link(struct kv_poller *p, uint32_t link, const void *name, size_t name_bytes,
+                     const struct kv_remote_region *regions, uint32_t num_regions, uint32_t window, struct kv_error *e);
+bool kv_close_link(struct kv_poller *p, uint32_t link, struct kv_error *e);
+
+struct kv_entry_spec { int64_t src_region, src_base, dst_region, dst_base, signal; };
+struct kv_template_spec {
+    const struct kv_run *runs;
+    const struct kv_entry_spec *entries;
+    uint32_t num_runs, num_entries;
+    uint64_t src_page_bytes, dst_page_bytes, row_bytes, item_bytes;
+};
+int64_t kv_add_template(struct kv_poller *p, uint32_t link, const struct kv_template_spec *spec, struct kv_error *e);
+
+/* All orders are armed, or none. Returns the ticket; 0 with the error. */
+uint64_t kv_begin_step(struct kv_poller *p, uint32_t stream, uint32_t num_bumps, const struct kv_order *orders,
+                       size_t num_orders, uint64_t deadline_ns, struct kv_error *e);
+bool kv_abandon(struct kv_poller *p, uint32_t stream, uint64_t ticket, struct kv_error *e);
+bool kv_stop_tag(struct kv_poller *p, uint32_t link, uint32_t tag, struct kv_error *e);
+unsigned kv_take(struct kv_poller *p, struct kv_record *out, unsigned max);
+bool kv_inject(struct kv_poller *p, enum kv_fault fault, uint64_t nth, struct kv_error *e);
+bool kv_trace_on(struct kv_poller *p, uint32_t capacity, struct kv_error *e);
+uint32_t kv_trace_read(struct kv_poller *p, struct kv_mark *out, uint32_t max);   /* one reader at a time */
+void kv_stats_read(struct kv_poller *p, uint64_t values[KV_NUM_STATS]);
+
+/* ---- poller's side ---- */
+void *kv_poller_main(void *poller);
+/* Ends everything, on the thread that owns the domain by then. */
+void kv_poller_wind_down(struct kv_poller *p);
+void kv_report(struct kv_poller *p, enum kv_record_kind kind, uint64_t id, uint64_t value, uint64_t extra);
+void kv_queue(struct kv_poller *p, struct kv_transfer *x);     /* it may post */
+void kv_unqueue(struct kv_poller *p, struct kv_transfer *x);   /* it may not; harmless when it could not */
+unsigned kv_post(struct kv_poller *p);
+/* One read of the completion queue. Returns the entries read; `*emptied` says that it gave fewer than asked. */
+unsigned kv_complete(struct kv_poller *p, bool *emptied);
+#endif

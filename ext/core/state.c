@@ -1,0 +1,284 @@
+#include "state.h"
+#include "census.h"
+#include "clock.h"
+#include <errno.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+
+#define HEADER_BYTES 4096u
+#define SLOTS_BYTES (KV_NUM_SLOTS * sizeof(struct kv_slot))
+#define ATTEMPTS_BYTES (KV_NUM_ATTEMPTS * sizeof(struct kv_attempt))
+#define FILE_BYTES (HEADER_BYTES + SLOTS_BYTES + ATTEMPTS_BYTES)
+
+_Static_assert(sizeof(struct kv_slot) == 16 && sizeof(struct kv_attempt) == 128, "part of the file format");
+_Static_assert(sizeof(struct kv_state_header) <= HEADER_BYTES, "the header has a page of its own");
+
+/* ---- opening and closing ---- */
+static struct kv_state *wrap(void *map, const char *path, bool created)
+{
+    struct kv_state *s = calloc(1, sizeof *s);
+    if (!s)
+        return NULL;
+    if (path && !(s->path = strdup(path))) {
+        free(s);
+        return NULL;
+    }
+    s->header = map;
+    s->slots = (void *)((char *)map + HEADER_BYTES);
+    s->attempts = (void *)((char *)map + HEADER_BYTES + SLOTS_BYTES);
+    s->created = s->writable = created;
+    pthread_mutex_init(&s->lock, NULL);
+    kv_live(KV_LIVE_STATE_FILES, 1);
+    return s;
+}
+
+static void fill_header(struct kv_state_header *h, uint64_t incarnation)
+{
+    *h = (struct kv_state_header){
+        .version = KV_STATE_VERSION, .pid = (uint32_t)getpid(), .incarnation = incarnation, .started_ns = kv_now_ns(),
+        .slots_offset = HEADER_BYTES, .num_slots = KV_NUM_SLOTS, .slot_bytes = sizeof(struct kv_slot),
+        .attempts_offset = HEADER_BYTES + SLOTS_BYTES, .num_attempts = KV_NUM_ATTEMPTS,
+        .attempt_bytes = sizeof(struct kv_attempt),
+    };
+    atomic_thread_fence(memory_order_release);
+    h->magic = KV_STATE_MAGIC;   /* last: a file without it is not ready to be read */
+}
+
+struct kv_state *kv_state_create(const char *path, uint64_t incarnation, struct kv_error *e)
+{
+    int fd = -1;
+    if (path) {
+        if ((fd = open(path, O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0600)) < 0) {
+            kv_error_call(e, KV_SYSTEM, "open", errno, "cannot create state file %.180s", path);
+            return NULL;
+        }
+        if (ftruncate(fd, FILE_BYTES)) {
+            kv_error_call(e, KV_SYSTEM, "ftruncate", errno, "cannot size state file %.180s", path);
+            goto undo;
+        }
+    }
+    int flags = path ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    void *map = mmap(NULL, FILE_BYTES, PROT_READ | PROT_WRITE, flags, fd, 0);
+    if (map == MAP_FAILED) {
+        kv_error_call(e, KV_SYSTEM, "mmap", errno, "cannot map the state file");
+        goto undo;
+    }
+    struct kv_state *s = wrap(map, path, true);
+    if (!s) {
+        munmap(map, FILE_BYTES);
+        kv_error_memory(e);
+        goto undo;
+    }
+    fill_header(s->header, incarnation);
+    if (fd >= 0)
+        close(fd);
+    return s;
+undo:
+    if (fd >= 0) {
+        close(fd);
+        unlink(path);
+    }
+    return NULL;
+}
+
+struct kv_state *kv_state_look(const char *path, struct kv_error *e)
+{
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0) {
+        kv_error_call(e, KV_SYSTEM, "open", errno, "cannot open state file %.180s", path);
+        return NULL;
+    }
+    struct stat status;
+    void *map = MAP_FAILED;
+    if (fstat(fd, &status) == 0 && (uint64_t)status.st_size == FILE_BYTES)
+        map = mmap(NULL, FILE_BYTES, PROT_READ, MAP_SHARED, fd, 0);
+    close(fd);
+    const struct kv_state_header *h = map;
+    if (map == MAP_FAILED || h->magic != KV_STATE_MAGIC || h->version != KV_STATE_VERSION) {
+        if (map != MAP_FAILED)
+            munmap(map, FILE_BYTES);
+        kv_error_set(e, KV_INVALID, "%.160s is not a state file of version %u", path, KV_STATE_VERSION);
+        return NULL;
+    }
+    struct kv_state *s = wrap(map, path, false);
+    if (!s) {
+        munmap(map, FILE_BYTES);
+        kv_error_memory(e);
+    }
+    return s;
+}
+
+bool kv_state_close(struct kv_state *s, struct kv_error *e)
+{
+    if (s->num_bells)
+        return kv_error_set(e, KV_CLOSED, "%u pollers still count into this state file: close them first", s->num_bells);
+    bool ours = s->created && s->header->pid == (uint32_t)getpid();   /* not a forked child's to remove */
+    munmap(s->header, FILE_BYTES);
+    if (s->path && ours)
+        unlink(s->path);
+    kv_live(KV_LIVE_SLOTS, -s->num_linked);
+    kv_live(KV_LIVE_STATE_FILES, -1);
+    pthread_mutex_destroy(&s->lock);
+    free(s->path);
+    free(s);
+    return true;
+}
+
+bool kv_state_attach(struct kv_state *s, struct kv_bell *bell)
+{
+    pthread_mutex_lock(&s->lock);
+    bool room = s->num_bells < KV_MAX_BELLS;
+    if (room)
+        s->bells[s->num_bells++] = bell;
+    pthread_mutex_unlock(&s->lock);
+    return room;
+}
+
+void kv_state_detach(struct kv_state *s, struct kv_bell *bell)
+{
+    pthread_mutex_lock(&s->lock);
+    for (uint32_t i = 0; i < s->num_bells; i++)
+        if (s->bells[i] == bell)
+            s->bells[i] = s->bells[--s->num_bells];
+    pthread_mutex_unlock(&s->lock);
+}
+
+/* ---- attempts ---- */
+/* Whoever moves an attempt out of COUNTING takes it out of `expecting`; the exchange makes that exactly one. */
+static bool leave_counting(struct kv_state *s, struct kv_attempt *a, enum kv_attempt_state to)
+{
+    uint32_t from = KV_ATTEMPT_COUNTING;
+    if (!atomic_compare_exchange_strong_explicit(&a->state, &from, to, memory_order_acq_rel, memory_order_relaxed))
+        return false;
+    atomic_fetch_sub_explicit(&s->header->expecting, 1, memory_order_acq_rel);
+    return true;
+}
+
+bool kv_state_open_attempt(struct kv_state *s, uint64_t attempt, uint64_t expected, const char *label,
+                           size_t label_bytes, struct kv_error *e)
+{
+    struct kv_attempt *a = kv_attempt_entry(s, attempt);
+    pthread_mutex_lock(&s->lock);
+    if (atomic_load_explicit(&a->state, memory_order_acquire) == KV_ATTEMPT_COUNTING) {
+        pthread_mutex_unlock(&s->lock);
+        return kv_error_set(e, KV_INVALID, "attempt %llu cannot be opened: attempt %llu is still counting in its entry",
+                            (unsigned long long)attempt, (unsigned long long)a->id);
+    }
+    atomic_store_explicit(&a->state, KV_ATTEMPT_FREE, memory_order_relaxed);
+    atomic_thread_fence(memory_order_release);   /* readers: free is seen before any field of the new attempt */
+    uint64_t words[KV_LABEL_WORDS] = {0};
+    memcpy(words, label, label_bytes < KV_LABEL_BYTES ? label_bytes : KV_LABEL_BYTES);
+    for (unsigned i = 0; i < KV_LABEL_WORDS; i++)
+        atomic_store_explicit(&a->label[i], words[i], memory_order_relaxed);
+    atomic_store_explicit(&a->id, attempt, memory_order_relaxed);
+    atomic_store_explicit(&a->started_ns, kv_now_ns(), memory_order_relaxed);
+    atomic_store_explicit(&a->rows, 0, memory_order_relaxed);
+    atomic_store_explicit(&a->expected, expected, memory_order_release);
+    if (expected)
+        atomic_fetch_add_explicit(&s->header->expecting, 1, memory_order_acq_rel);
+    atomic_store_explicit(&a->state, expected ? KV_ATTEMPT_COUNTING : KV_ATTEMPT_DONE, memory_order_release);
+    for (uint32_t i = 0; i < s->num_bells; i++)
+        kv_bell_ring(s->bells[i]);   /* a poller that sleeps must poll from now on */
+    pthread_mutex_unlock(&s->lock);
+    return true;
+}
+
+bool kv_state_end_attempt(struct kv_state *s, uint64_t attempt, struct kv_error *e)
+{
+    if (!kv_attempt_known(s, attempt))
+        return kv_error_set(e, KV_MISSING, "attempt %llu was never opened", (unsigned long long)attempt);
+    leave_counting(s, kv_attempt_entry(s, attempt), KV_ATTEMPT_ENDED);
+    return true;
+}
+
+bool kv_state_view(const struct kv_state *s, uint32_t entry, struct kv_attempt_view *out)
+{
+    const struct kv_attempt *a = &s->attempts[entry];
+    uint32_t state = atomic_load_explicit(&a->state, memory_order_acquire);
+    if (state == KV_ATTEMPT_FREE)
+        return false;
+    *out = (struct kv_attempt_view){
+        .id = atomic_load_explicit(&a->id, memory_order_relaxed),
+        .rows = atomic_load_explicit(&a->rows, memory_order_relaxed),
+        .expected = atomic_load_explicit(&a->expected, memory_order_relaxed),
+        .started_ns = atomic_load_explicit(&a->started_ns, memory_order_relaxed),
+        .state = state,
+    };
+    for (unsigned i = 0; i < KV_LABEL_WORDS; i++) {
+        uint64_t word = atomic_load_explicit(&a->label[i], memory_order_relaxed);
+        memcpy(out->label + i * 8, &word, 8);
+    }
+    atomic_thread_fence(memory_order_acquire);
+    return atomic_load_explicit(&a->state, memory_order_relaxed) != KV_ATTEMPT_FREE &&
+           atomic_load_explicit(&a->id, memory_order_relaxed) == out->id;
+}
+
+/* ---- slots ---- */
+bool kv_state_link_slot(struct kv_state *s, uint32_t slot_index, uint64_t attempt, struct kv_error *e)
+{
+    if (!kv_attempt_known(s, attempt))
+        return kv_error_set(e, KV_MISSING, "attempt %llu was never opened", (unsigned long long)attempt);
+    struct kv_slot *slot = &s->slots[slot_index];
+    atomic_store_explicit(&slot->rows, 0, memory_order_relaxed);
+    uint64_t before = atomic_exchange_explicit(&slot->link, attempt + 1, memory_order_acq_rel);
+    bool fresh = before == KV_NO_ATTEMPT || before == KV_STRAYED;
+    pthread_mutex_lock(&s->lock);
+    s->num_linked += fresh;
+    pthread_mutex_unlock(&s->lock);
+    kv_live(KV_LIVE_SLOTS, fresh);
+    return true;
+}
+
+void kv_state_unlink_slot(struct kv_state *s, uint32_t slot_index)
+{
+    uint64_t before = atomic_exchange_explicit(&s->slots[slot_index].link, KV_NO_ATTEMPT, memory_order_acq_rel);
+    bool linked = before != KV_NO_ATTEMPT && before != KV_STRAYED;
+    pthread_mutex_lock(&s->lock);
+    s->num_linked -= linked;
+    pthread_mutex_unlock(&s->lock);
+    kv_live(KV_LIVE_SLOTS, -(int64_t)linked);
+}
+
+/* ---- landing: the hot path of a decoder ---- */
+static enum kv_landed land_stray(struct kv_slot *slot, uint64_t link)
+{
+    if (link == KV_STRAYED ||
+        !atomic_compare_exchange_strong_explicit(&slot->link, &link, KV_STRAYED, memory_order_relaxed,
+                                                 memory_order_relaxed))
+        return KV_LANDED_STRAY_SEEN;
+    return KV_LANDED_STRAY;
+}
+
+enum kv_landed kv_state_land(struct kv_state *s, uint32_t imm, struct kv_landing *out)
+{
+    struct kv_slot *slot = &s->slots[imm >> KV_ROW_BITS];
+    uint64_t rows = (imm & (KV_MAX_ROWS - 1)) + 1;
+    uint64_t link = atomic_load_explicit(&slot->link, memory_order_acquire);
+    atomic_fetch_add_explicit(&slot->rows, rows, memory_order_acq_rel);
+    if (link == KV_NO_ATTEMPT || link == KV_STRAYED)
+        return land_stray(slot, link);
+
+    struct kv_attempt *a = kv_attempt_entry(s, link - 1);
+    if (atomic_load_explicit(&a->id, memory_order_relaxed) != link - 1)
+        return KV_LANDED_COUNTED;   /* the attempt has been forgotten; its slot still counts, for Drained */
+
+    /* Release: what this poller did before its add; acquire: the one that crosses has seen every other poller's. */
+    uint64_t before = atomic_fetch_add_explicit(&a->rows, rows, memory_order_acq_rel), after = before + rows;
+    uint64_t expected = atomic_load_explicit(&a->expected, memory_order_acquire);
+    *out = (struct kv_landing){.attempt = link - 1, .rows = after};
+    if (after < expected || before > expected)
+        return KV_LANDED_COUNTED;
+    if (after == expected) {
+        leave_counting(s, a, KV_ATTEMPT_DONE);   /* an ended attempt stays ended, yet its pages are proven landed */
+        return KV_LANDED_REACHED;
+    }
+    if (!leave_counting(s, a, KV_ATTEMPT_OVERFLOW)) {
+        uint32_t done = KV_ATTEMPT_DONE;
+        atomic_compare_exchange_strong_explicit(&a->state, &done, KV_ATTEMPT_OVERFLOW, memory_order_acq_rel,
+                                                memory_order_relaxed);
+    }
+    return KV_LANDED_OVERFLOW;
+}

@@ -1,0 +1,162 @@
+# The C core, as far as the owners in native.pyx use it.
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+
+cdef extern from "<stdbool.h>":
+    ctypedef bint c_bool "bool"
+
+cdef extern from "census.h" nogil:
+    enum: KV_NUM_OBJECTS
+    enum kv_object:
+        pass
+    const char *const *kv_census_names
+    int64_t kv_census_read(kv_object object)
+
+cdef extern from "clock.h" nogil:
+    uint64_t kv_now_ns()
+
+cdef extern from "error.h" nogil:
+    enum kv_error_kind:
+        KV_OK, KV_INVALID, KV_FULL, KV_CLOSED, KV_MISSING, KV_NO_MEMORY, KV_NATIVE, KV_SYSTEM
+    struct kv_error:
+        kv_error_kind kind
+        int code
+        const char *call
+        char text[256]
+
+cdef extern from "layer_counter.h" nogil:
+    enum: KV_MAX_SLOTS
+    const uint64_t KV_MAX_TICKET
+    struct kv_layer_counter:
+        uint32_t num_slots
+    kv_layer_counter *kv_layer_counter_new(uint32_t num_slots)
+    void kv_layer_counter_free(kv_layer_counter *c)
+    void kv_counter_start(kv_layer_counter *c, uint64_t ticket)
+    void kv_counter_bump(kv_layer_counter *c)
+    uint64_t kv_counter_current(kv_layer_counter *c)
+    uint64_t kv_word_ticket(uint64_t word)
+    uint32_t kv_word_bumps(uint64_t word)
+
+cdef extern from "state.h" nogil:
+    enum: KV_GENERATION_BITS, KV_SLOT_BITS, KV_NUM_ATTEMPTS, KV_LABEL_BYTES
+    struct kv_state_header:
+        uint32_t pid
+        uint64_t incarnation
+    struct kv_state:
+        kv_state_header *header
+    struct kv_attempt_view:
+        uint64_t id, rows, expected, started_ns
+        int state
+        char label[65]
+    kv_state *kv_state_create(const char *path, uint64_t incarnation, kv_error *e)
+    kv_state *kv_state_look(const char *path, kv_error *e)
+    c_bool kv_state_close(kv_state *s, kv_error *e)
+    c_bool kv_state_open_attempt(kv_state *s, uint64_t attempt, uint64_t expected, const char *label,
+                                 size_t label_bytes, kv_error *e)
+    c_bool kv_state_end_attempt(kv_state *s, uint64_t attempt, kv_error *e)
+    c_bool kv_state_link_slot(kv_state *s, uint32_t slot_index, uint64_t attempt, kv_error *e)
+    void kv_state_unlink_slot(kv_state *s, uint32_t slot_index)
+    uint64_t kv_state_slot_rows(const kv_state *s, uint32_t slot_index)
+    c_bool kv_state_view(const kv_state *s, uint32_t entry, kv_attempt_view *out)
+    c_bool kv_attempt_known(const kv_state *s, uint64_t attempt)
+    uint64_t kv_state_attempt_rows(const kv_state *s, uint64_t attempt)
+    int64_t kv_state_expecting(const kv_state *s)
+
+cdef extern from "plan.h" nogil:
+    struct kv_run:
+        pass
+    struct kv_chunk:
+        const int32_t *pages
+        size_t num_pages
+        const uint64_t *edges
+        size_t num_edges
+
+cdef extern from "domain.h" nogil:
+    enum: KV_NAME_BYTES
+    c_bool kv_providers(char (*names)[64], size_t capacity, size_t *num, kv_error *e)
+    uint32_t fi_version()
+    uint32_t FI_MAJOR(uint32_t version)
+    uint32_t FI_MINOR(uint32_t version)
+    const char *fi_strerror(int code)
+
+cdef extern from "transfer.h" nogil:
+    struct kv_order:
+        uint32_t link, template, imm, tag
+        c_bool ready
+        kv_chunk chunk
+
+cdef extern from "link.h" nogil:
+    struct kv_remote_region:
+        uint64_t base, bytes, key
+
+cdef extern from "fault.h" nogil:
+    enum kv_fault:
+        KV_FAULT_DROP, KV_FAULT_CORRUPT
+
+cdef extern from "trace.h" nogil:
+    struct kv_mark:
+        uint64_t tag, entry_index, bumps_seen, t_ns
+
+cdef extern from "records.h" nogil:
+    enum kv_record_kind:
+        KV_REACHED, KV_OVERFLOW, KV_STRAY, KV_SENT, KV_STOPPED, KV_LINK_OPENED, KV_LINK_FAILED, KV_LINK_CLOSED
+        KV_STEP_ENDED, KV_STEP_FAULT
+    enum kv_step_fault:
+        KV_FEWER, KV_MORE, KV_DEADLINE
+    enum kv_link_failure:
+        KV_FAILED_OPEN, KV_FAILED_REGISTER, KV_FAILED_CONNECT, KV_FAILED_POST, KV_FAILED_COMPLETION
+        KV_FAILED_TIMEOUT, KV_FAILED_CLOSE
+    struct kv_record:
+        uint64_t kind, id, value, t_ns, extra
+
+cdef extern from "poller.h" nogil:
+    enum: KV_MAX_REGIONS
+    struct kv_config:
+        const char *provider
+        const char *node
+        int core
+        uint32_t cq_entries
+        c_bool spin
+        uint64_t spin_ns, sleep_max_ns
+        uint32_t max_write_bytes
+        uint64_t link_bytes, op_timeout_ns
+    struct kv_bell:
+        int fd
+    struct kv_records:
+        kv_bell bell
+    struct kv_domain:
+        pass
+    struct kv_poller:
+        kv_records records
+        kv_domain domain
+    const char *kv_domain_provider(const kv_domain *d)
+    struct kv_entry_spec:
+        int64_t src_region, src_base, dst_region, dst_base, signal
+    struct kv_template_spec:
+        const kv_run *runs
+        const kv_entry_spec *entries
+        uint32_t num_runs, num_entries
+        uint64_t src_page_bytes, dst_page_bytes, row_bytes, item_bytes
+    kv_poller *kv_poller_open(const kv_config *config, kv_state *state, kv_error *e)
+    c_bool kv_poller_self_test(kv_poller *p, kv_error *e)
+    void kv_poller_close(kv_poller *p)
+    void kv_poller_free(kv_poller *p)
+    int64_t kv_register(kv_poller *p, uint64_t address, uint64_t bytes, kv_error *e)
+    int64_t kv_add_stream(kv_poller *p, kv_layer_counter *c, kv_error *e)
+    int64_t kv_open_link(kv_poller *p, const uint64_t *keys, uint32_t num_keys, kv_error *e)
+    int64_t kv_link_name(kv_poller *p, uint32_t link, uint8_t *name, kv_error *e)
+    int64_t kv_link_regions(kv_poller *p, uint32_t link, kv_remote_region *out, kv_error *e)
+    c_bool kv_connect_link(kv_poller *p, uint32_t link, const void *name, size_t name_bytes,
+                           const kv_remote_region *regions, uint32_t num_regions, uint32_t window, kv_error *e)
+    c_bool kv_close_link(kv_poller *p, uint32_t link, kv_error *e)
+    int64_t kv_add_template(kv_poller *p, uint32_t link, const kv_template_spec *spec, kv_error *e)
+    uint64_t kv_begin_step(kv_poller *p, uint32_t stream, uint32_t num_bumps, const kv_order *orders,
+                           size_t num_orders, uint64_t deadline_ns, kv_error *e)
+    c_bool kv_abandon(kv_poller *p, uint32_t stream, uint64_t ticket, kv_error *e)
+    c_bool kv_stop_tag(kv_poller *p, uint32_t link, uint32_t tag, kv_error *e)
+    unsigned kv_take(kv_poller *p, kv_record *out, unsigned max)
+    c_bool kv_inject(kv_poller *p, kv_fault fault, uint64_t nth, kv_error *e)
+    c_bool kv_trace_on(kv_poller *p, uint32_t capacity, kv_error *e)
+    uint32_t kv_trace_read(kv_poller *p, kv_mark *out, uint32_t max)
+    enum: KV_NUM_STATS
+    const char *const *kv_stats_names
+    void kv_stats_read(kv_poller *p, uint64_t *values)

@@ -1,0 +1,617 @@
+# cython: language_level=3, boundscheck=False, wraparound=False
+"""Owners of the C core: they check arguments, keep memory alive, and turn errors into exceptions.
+
+No thread of the core ever takes the GIL; it speaks through records and one eventfd (`Poller.take`, `Poller.fd`).
+"""
+cimport cython
+from cpython.bytes cimport PyBytes_FromStringAndSize
+from libc.stdint cimport INT64_MAX, UINT32_MAX, int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
+from libc.stdlib cimport calloc, free
+
+from kvmsgr._ext.core cimport *
+
+import os
+
+REACHED = KV_REACHED
+OVERFLOW = KV_OVERFLOW
+STRAY = KV_STRAY
+SENT = KV_SENT
+STOPPED = KV_STOPPED
+LINK_OPENED = KV_LINK_OPENED
+LINK_FAILED = KV_LINK_FAILED
+LINK_CLOSED = KV_LINK_CLOSED
+STEP_ENDED = KV_STEP_ENDED
+STEP_FAULT = KV_STEP_FAULT
+
+FEWER = KV_FEWER
+MORE = KV_MORE
+DEADLINE = KV_DEADLINE
+
+FAILED_OPEN = KV_FAILED_OPEN
+FAILED_REGISTER = KV_FAILED_REGISTER
+FAILED_CONNECT = KV_FAILED_CONNECT
+FAILED_POST = KV_FAILED_POST
+FAILED_COMPLETION = KV_FAILED_COMPLETION
+FAILED_TIMEOUT = KV_FAILED_TIMEOUT
+FAILED_CLOSE = KV_FAILED_CLOSE
+
+ATTEMPT_STATES = ("free", "counting", "done", "overflow", "ended")
+LABEL_BYTES = KV_LABEL_BYTES
+
+cdef uint64_t _LONGEST_NS = <uint64_t>INT64_MAX
+
+
+class NativeError(Exception):
+    """A libfabric call failed: `call` is its name, `errno` its positive code, `provider` who was asked."""
+
+    def __init__(self, message, call, errno, provider):
+        super().__init__(message)
+        self.call = call
+        self.errno = errno
+        self.provider = provider
+
+
+class RingFullError(Exception):
+    """There is no room now: for the step in its layer counter's ring, or for a command. Nothing was armed."""
+
+
+cdef object _error(kv_error *e, str provider=""):
+    """The exception that `e` stands for."""
+    text = e.text.decode("utf-8", "replace")
+    if e.kind == KV_NATIVE:
+        return NativeError(text, e.call.decode(), e.code, provider)
+    if e.kind == KV_SYSTEM:
+        return OSError(e.code, f"{text}: {os.strerror(e.code)}")
+    if e.kind == KV_FULL:
+        return RingFullError(text)
+    if e.kind == KV_CLOSED:
+        return RuntimeError(text)
+    if e.kind == KV_MISSING:
+        return KeyError(text)
+    if e.kind == KV_NO_MEMORY:
+        return MemoryError(text)
+    return ValueError(text)
+
+
+def libfabric_version():
+    """(major, minor) of the libfabric that is loaded."""
+    cdef uint32_t version = fi_version()
+    return FI_MAJOR(version), FI_MINOR(version)
+
+
+def providers():
+    """Names of the RDM providers that take our hints, as libfabric ranks them."""
+    cdef char names[64][64]
+    cdef size_t num = 0
+    cdef kv_error e
+    cdef c_bool ok
+    with nogil:
+        ok = kv_providers(names, 64, &num, &e)
+    if not ok:
+        raise _error(&e)
+    return [names[i].decode() for i in range(num)]
+
+
+def debug_counters():
+    """Live native objects by kind."""
+    return {kv_census_names[i].decode(): kv_census_read(<kv_object>i) for i in range(KV_NUM_OBJECTS)}
+
+
+def monotonic_ns():
+    """The clock that stamps records."""
+    return kv_now_ns()
+
+
+cdef class StateFile:
+    """Slots, attempts and labels of one messenger, in one mapped file that another process may look into.
+
+    Args:
+        path: File to create (0600, must not exist), or to look into. None: anonymous memory.
+        incarnation: Of the messenger; ignored when looking.
+        writable: False maps an existing file to look into it.
+    """
+
+    cdef kv_state *state
+    cdef readonly object path
+    cdef readonly bint writable
+
+    def __cinit__(self, path, *, uint64_t incarnation, bint writable=True):
+        cdef kv_error e
+        self.path = None if path is None else os.fspath(path)
+        self.writable = writable
+        raw = None if path is None else os.fsencode(path)
+        if writable:
+            self.state = kv_state_create(NULL if raw is None else <const char *>raw, incarnation, &e)
+        elif raw is None:
+            raise ValueError("looking into a state file needs its path")
+        else:
+            self.state = kv_state_look(raw, &e)
+        if self.state == NULL:
+            raise _error(&e)
+
+    def __dealloc__(self):
+        cdef kv_error e
+        if self.state != NULL:
+            kv_state_close(self.state, &e)
+
+    def close(self):
+        """Unmaps, and removes the file if this process created it. Its pollers are closed before. Idempotent."""
+        cdef kv_error e
+        if self.state == NULL:
+            return
+        if not kv_state_close(self.state, &e):
+            raise _error(&e)
+        self.state = NULL
+
+    cdef int _check(self, bint writing) except -1:
+        if self.state == NULL:
+            raise RuntimeError("the state file is closed")
+        if writing and not self.writable:
+            raise RuntimeError("the state file is another process's: it can only be looked into")
+        return 0
+
+    cdef uint32_t _slot_index(self, uint32_t slot, uint32_t generation) except? 0xffffffff:
+        if slot >> KV_SLOT_BITS or generation >> KV_GENERATION_BITS:
+            raise ValueError(f"slot {slot}, generation {generation}: want < {1 << KV_SLOT_BITS}, {1 << KV_GENERATION_BITS}")
+        return slot << KV_GENERATION_BITS | generation
+
+    @property
+    def pid(self):
+        """Of the process that created the file."""
+        self._check(False)
+        return self.state.header.pid
+
+    @property
+    def incarnation(self):
+        self._check(False)
+        return self.state.header.incarnation
+
+    @property
+    def expecting(self):
+        """Attempts that are still counting: while it is not 0, pollers do not sleep."""
+        self._check(False)
+        return kv_state_expecting(self.state)
+
+    def open_attempt(self, uint64_t attempt, uint64_t expected_rows, str label):
+        """Begins to count for `attempt`, from 0. One that expects no rows is done at once, without a record.
+
+        Raises:
+            ValueError: the attempt 2^14 numbers earlier, which had this entry of the table, is still counting.
+        """
+        cdef kv_error e
+        self._check(True)
+        cdef bytes raw = label.encode()[:KV_LABEL_BYTES]
+        if attempt >= <uint64_t>INT64_MAX:
+            raise ValueError(f"attempt {attempt} is above 2^63 - 2")
+        if not kv_state_open_attempt(self.state, attempt, expected_rows, raw, len(raw), &e):
+            raise _error(&e)
+
+    def end_attempt(self, uint64_t attempt):
+        """It is no longer expected; its rows are still counted. Idempotent."""
+        cdef kv_error e
+        self._check(True)
+        if not kv_state_end_attempt(self.state, attempt, &e):
+            raise _error(&e)
+
+    def link_slot(self, uint32_t slot, uint32_t generation, uint64_t attempt):
+        """From now on rows that land in (slot, generation) count for `attempt` too; the slot starts from 0."""
+        cdef kv_error e
+        self._check(True)
+        if not kv_state_link_slot(self.state, self._slot_index(slot, generation), attempt, &e):
+            raise _error(&e)
+
+    def unlink_slot(self, uint32_t slot, uint32_t generation):
+        """Rows that land in it from now on are strays."""
+        self._check(True)
+        kv_state_unlink_slot(self.state, self._slot_index(slot, generation))
+
+    def attempt_rows(self, uint64_t attempt):
+        """Rows that have landed for it. KeyError: it was never opened, or its entry is another's now."""
+        self._check(False)
+        if not kv_attempt_known(self.state, attempt):
+            raise KeyError(f"attempt {attempt} is not in the table")
+        return kv_state_attempt_rows(self.state, attempt)
+
+    def slot_rows(self, uint32_t slot, uint32_t generation):
+        """Rows that have landed in it since it was linked last."""
+        self._check(False)
+        return kv_state_slot_rows(self.state, self._slot_index(slot, generation))
+
+    def attempts(self):
+        """(attempt, state, rows, expected, label) of every entry that is not free; `state` indexes ATTEMPT_STATES."""
+        cdef kv_attempt_view view
+        self._check(False)
+        found = []
+        for entry in range(KV_NUM_ATTEMPTS):
+            if kv_state_view(self.state, entry, &view):
+                found.append((view.id, view.state, view.rows, view.expected, view.label.decode("utf-8", "replace")))
+        return found
+
+    def find(self, str label):
+        """The newest attempt with this label, or None."""
+        cdef kv_attempt_view view
+        cdef uint64_t newest_ns = 0
+        self._check(False)
+        raw = label.encode()[:KV_LABEL_BYTES]
+        found = None
+        for entry in range(KV_NUM_ATTEMPTS):
+            if kv_state_view(self.state, entry, &view) and view.label == raw and view.started_ns >= newest_ns:
+                found, newest_ns = view.id, view.started_ns
+        return found
+
+
+cdef class LayerCounter:
+    """The layer counter of one engine stream, in host memory.
+
+    `start` and `bump` are called by the stream's one thread; they take no lock and never wait.
+
+    Args:
+        num_slots: Steps that may be outstanding at a time.
+    """
+
+    cdef kv_layer_counter *counter
+    cdef bint watched
+
+    def __cinit__(self, num_slots=64):
+        if not 1 <= num_slots <= KV_MAX_SLOTS:
+            raise ValueError(f"num_slots {num_slots}: want 1 to {KV_MAX_SLOTS}")
+        self.counter = kv_layer_counter_new(num_slots)
+        if self.counter == NULL:
+            raise MemoryError
+
+    def __dealloc__(self):
+        if self.counter != NULL:
+            kv_layer_counter_free(self.counter)
+
+    def start(self, uint64_t ticket):
+        """Right before the forward of `ticket`; 0 for a forward that no step was begun for, which publishes nothing."""
+        if ticket > KV_MAX_TICKET:
+            raise ValueError(f"ticket {ticket} is above 2^40 - 1")
+        kv_counter_start(self.counter, ticket)
+
+    def bump(self):
+        """After each layer, and once more after the context."""
+        kv_counter_bump(self.counter)
+
+    @property
+    def num_slots(self):
+        return self.counter.num_slots
+
+    @property
+    def ticket(self):
+        """Of the current word."""
+        return kv_word_ticket(kv_counter_current(self.counter))
+
+    @property
+    def bumps(self):
+        """Of the current word."""
+        return kv_word_bumps(kv_counter_current(self.counter))
+
+    @property
+    def address(self):
+        """Of the C struct (`ext/core/layer_counter.h`), for engines whose forward runs in native code."""
+        return <uintptr_t>self.counter
+
+
+@cython.no_gc_clear  # the thread reads the state and the counters until __dealloc__ has joined it
+cdef class Poller:
+    """One thread and one libfabric domain: posts, polls, watches layer counters and counts what lands.
+
+    The thread starts with the first link or step; regions are registered before. Every method may be called from any
+    thread.
+
+    Args:
+        provider: As libfabric names it.
+        state: What landed rows are counted in.
+        node: Local address of the domain; ignored by shm.
+        core: CPU the thread is pinned to; -1 for none.
+        cq_entries: Size of the completion queue: all windows granted to peers plus all own operations.
+        spin: Poll without pause while busy. None: only if there are more than 2 CPUs; otherwise naps of 20-50 us.
+        spin_ns: Quiet time before the first nap or sleep.
+        sleep_max_ns: Longest sleep while idle; a command ends it.
+        max_write_bytes: Neighbouring runs are merged up to this.
+        link_bytes: About the bytes in flight on a link.
+        op_timeout_ns: A link fails when its oldest operation, or the provider's refusal, is older.
+
+    Raises:
+        NativeError: the provider is unknown, refused or cannot be opened.
+    """
+
+    cdef kv_poller *poller
+    cdef StateFile state
+    cdef list counters
+    cdef uint32_t num_regions
+    cdef readonly str provider
+    cdef readonly int fd
+    cdef readonly bint closed
+
+    def __cinit__(self, str provider, StateFile state not None, *, node="127.0.0.1", int core=-1,
+                  uint32_t cq_entries=8192, spin=None, uint64_t spin_ns=50_000, uint64_t sleep_max_ns=8_000_000,
+                  uint32_t max_write_bytes=1 << 20, uint64_t link_bytes=1 << 20, uint64_t op_timeout_ns=5_000_000_000):
+        cdef kv_error e
+        cdef kv_config config
+        cdef bytes raw_provider = provider.encode()
+        cdef bytes raw_node = b"" if node is None else node.encode()
+        state._check(True)
+        if core < -1 or core >= 1024 or not cq_entries or not max_write_bytes or not link_bytes or not sleep_max_ns:
+            raise ValueError("core, cq_entries, max_write_bytes, link_bytes or sleep_max_ns is out of range")
+        config.provider = raw_provider
+        config.node = NULL if node is None else <const char *>raw_node
+        config.core = core
+        config.cq_entries = cq_entries
+        config.spin = (os.cpu_count() or 1) > 2 if spin is None else spin
+        config.spin_ns = spin_ns
+        config.sleep_max_ns = sleep_max_ns
+        config.max_write_bytes = max_write_bytes
+        config.link_bytes = link_bytes
+        config.op_timeout_ns = op_timeout_ns
+        self.state = state
+        self.counters = []
+        with nogil:
+            self.poller = kv_poller_open(&config, state.state, &e)
+        if self.poller == NULL:
+            raise _error(&e, provider)
+        self.provider = kv_domain_provider(&self.poller.domain).decode()
+        self.fd = self.poller.records.bell.fd
+
+    def __dealloc__(self):
+        if self.poller != NULL:
+            with nogil:
+                kv_poller_free(self.poller)
+
+    def close(self):
+        """Stops the thread, ends every link and transfer, closes the domain. Idempotent.
+
+        Records made until then can still be taken.
+        """
+        self.closed = True
+        with nogil:
+            kv_poller_close(self.poller)
+
+    def self_test(self):
+        """Writes with immediate through the provider, the way production does. Before the first link or step.
+
+        Raises:
+            NativeError: names the call that failed and what was seen.
+        """
+        cdef kv_error e
+        cdef c_bool ok
+        with nogil:
+            ok = kv_poller_self_test(self.poller, &e)
+        if not ok:
+            raise _error(&e, self.provider)
+
+    def register(self, uint64_t address, uint64_t num_bytes):
+        """Registers source memory, without remote access. Returns its region index."""
+        cdef kv_error e
+        cdef int64_t index = kv_register(self.poller, address, num_bytes, &e)
+        if index < 0:
+            raise _error(&e, self.provider)
+        self.num_regions += 1
+        return index
+
+    def add_counter(self, LayerCounter counter not None):
+        """Watches `counter` until the poller closes. Returns its index. A counter serves one poller in its life."""
+        cdef kv_error e
+        if counter.watched:
+            raise ValueError("this layer counter is or was watched: its ring still shows old tickets")
+        cdef int64_t index = kv_add_stream(self.poller, counter.counter, &e)
+        if index < 0:
+            raise _error(&e, self.provider)
+        counter.watched = True
+        self.counters.append(counter)
+        return index
+
+    def open_link(self, keys):
+        """Begins to open an endpoint that a peer may write to, with `keys[i]` for region i. Returns the link's id.
+
+        A LINK_OPENED or LINK_FAILED record follows. Either way it is closed by `close_link`.
+        """
+        cdef kv_error e
+        cdef int64_t link
+        cdef size_t num = len(keys)
+        if num != self.num_regions:
+            raise ValueError(f"{num} keys for {self.num_regions} regions")
+        cdef uint64_t *raw = <uint64_t *>calloc(num + 1, sizeof(uint64_t))
+        if raw == NULL:
+            raise MemoryError
+        try:
+            for i in range(num):
+                raw[i] = keys[i]
+            with nogil:
+                link = kv_open_link(self.poller, raw, <uint32_t>num, &e)
+        finally:
+            free(raw)
+        if link < 0:
+            raise _error(&e, self.provider)
+        return link
+
+    def link_address(self, uint32_t link):
+        """The endpoint's address, for the peer. After LINK_OPENED."""
+        cdef kv_error e
+        cdef uint8_t name[KV_NAME_BYTES]
+        cdef int64_t num = kv_link_name(self.poller, link, name, &e)
+        if num < 0:
+            raise _error(&e, self.provider)
+        return PyBytes_FromStringAndSize(<char *>name, num)
+
+    def link_regions(self, uint32_t link):
+        """(base, bytes, key) of each region, for the peer. After LINK_OPENED."""
+        cdef kv_error e
+        cdef kv_remote_region regions[KV_MAX_REGIONS]
+        cdef int64_t num = kv_link_regions(self.poller, link, regions, &e)
+        if num < 0:
+            raise _error(&e, self.provider)
+        return [(regions[i].base, regions[i].bytes, regions[i].key) for i in range(num)]
+
+    def connect_link(self, uint32_t link, bytes address not None, regions, uint32_t window):
+        """Pairs the link with the peer's endpoint. After LINK_OPENED.
+
+        Args:
+            address: The peer's `link_address`.
+            regions: The peer's `link_regions`.
+            window: Operations in flight that the peer grants.
+        """
+        cdef kv_error e
+        cdef c_bool ok
+        cdef size_t num = len(regions)
+        cdef const char *name = address
+        cdef size_t name_bytes = len(address)
+        cdef kv_remote_region *raw = <kv_remote_region *>calloc(num + 1, sizeof(kv_remote_region))
+        if raw == NULL:
+            raise MemoryError
+        try:
+            for i in range(num):
+                raw[i].base, raw[i].bytes, raw[i].key = regions[i]
+            with nogil:
+                ok = kv_connect_link(self.poller, link, name, name_bytes, raw, <uint32_t>num, window, &e)
+        finally:
+            free(raw)
+        if not ok:
+            raise _error(&e, self.provider)
+
+    def close_link(self, uint32_t link):
+        """Begins to close the link. What it has left ends with STOPPED records; LINK_CLOSED is its last."""
+        cdef kv_error e
+        cdef c_bool ok
+        with nogil:
+            ok = kv_close_link(self.poller, link, &e)
+        if not ok:
+            raise _error(&e, self.provider)
+
+    def add_template(self, uint32_t link, const uint64_t[:, ::1] runs, uint64_t src_page_bytes,
+                     uint64_t dst_page_bytes, const int64_t[:, ::1] entries, uint64_t row_bytes, uint64_t item_bytes):
+        """Adds what is common to all transfers of one pair of layouts. Lives until the link is closed.
+
+        Args:
+            runs: uint64 (n, 4): source offset, destination offset, bytes, rows within a page pair.
+            entries: int64 (m, 5): source region and base, destination region and base, signal; by signal. All writes of
+                a transfer are posted for every entry, once the step shows `signal` bumps.
+            row_bytes: A run that is too long for one write is split at multiples of this.
+            item_bytes: Bytes of one element of a row.
+
+        Returns:
+            The template's index.
+        """
+        cdef kv_error e
+        cdef kv_template_spec spec
+        if runs.shape[1] != 4 or entries.shape[1] != 5:
+            raise ValueError("runs has 4 columns and entries 5")
+        spec.num_runs, spec.num_entries = <uint32_t>runs.shape[0], <uint32_t>entries.shape[0]
+        spec.runs = <const kv_run *>&runs[0, 0] if runs.shape[0] else NULL
+        spec.entries = <const kv_entry_spec *>&entries[0, 0] if entries.shape[0] else NULL
+        spec.src_page_bytes, spec.dst_page_bytes = src_page_bytes, dst_page_bytes
+        spec.row_bytes, spec.item_bytes = row_bytes, item_bytes
+        cdef int64_t template = kv_add_template(self.poller, link, &spec, &e)
+        if template < 0:
+            raise _error(&e, self.provider)
+        return template
+
+    def begin_step(self, uint32_t counter, uint32_t num_bumps, transfers, const int32_t[:, ::1] pages, page_starts,
+                   const uint64_t[:, ::1] edges, edge_starts, uint64_t deadline_ns):
+        """Arms transfers for the next forward pass on `counter`: all of them, or none.
+
+        Args:
+            num_bumps: Bumps this step must show; no entry of a transfer may wait for more.
+            transfers: (link, template, immediate, tag, ready) each; a ready one is posted at once.
+            pages: int32 (n, 2): source and destination page; rows page_starts[i] to page_starts[i + 1] are transfer i's.
+            edges: uint64 (k, 4): runs relative to the entries' bases, for pages that are filled in part; likewise.
+            deadline_ns: From now.
+
+        Returns:
+            The ticket, never 0.
+
+        Raises:
+            ValueError: a write would leave its region, or an argument makes no sense. Nothing was armed.
+            RingFullError: too many steps are outstanding. Nothing was armed.
+        """
+        cdef kv_error e
+        cdef size_t num = len(transfers)
+        cdef uint64_t ticket = 0
+        cdef uint64_t latest = _LONGEST_NS - kv_now_ns()
+        cdef int64_t page_at, page_end, edge_at, edge_end
+        cdef kv_order *order
+        if len(page_starts) != num + 1 or len(edge_starts) != num + 1 or pages.shape[1] != 2 or edges.shape[1] != 4:
+            raise ValueError("page_starts and edge_starts have one more than transfers, pages 2 columns and edges 4")
+        cdef kv_order *orders = <kv_order *>calloc(num + 1, sizeof(kv_order))
+        if orders == NULL:
+            raise MemoryError
+        try:
+            page_at, edge_at = page_starts[0], edge_starts[0]
+            if page_at < 0 or edge_at < 0:
+                raise ValueError("page_starts and edge_starts begin at 0 or later")
+            for i in range(num):
+                order = &orders[i]
+                order.link, order.template, order.imm, order.tag, order.ready = transfers[i]
+                page_end, edge_end = page_starts[i + 1], edge_starts[i + 1]
+                if not (page_at <= page_end <= pages.shape[0] and edge_at <= edge_end <= edges.shape[0]):
+                    raise ValueError(f"transfer {i}: page_starts or edge_starts leave their arrays")
+                order.chunk.num_pages, order.chunk.num_edges = page_end - page_at, edge_end - edge_at
+                order.chunk.pages = &pages[page_at, 0] if page_end > page_at else NULL
+                order.chunk.edges = &edges[edge_at, 0] if edge_end > edge_at else NULL
+                page_at, edge_at = page_end, edge_end
+            ticket = kv_begin_step(self.poller, counter, num_bumps, orders, num,
+                                   deadline_ns if deadline_ns < latest else latest, &e)
+        finally:
+            free(orders)
+        if not ticket:
+            raise _error(&e, self.provider)
+        return ticket
+
+    def abandon(self, uint32_t counter, uint64_t ticket):
+        """The step will not run: its transfers end with STOPPED records and its ring slot comes back."""
+        cdef kv_error e
+        cdef c_bool ok
+        with nogil:
+            ok = kv_abandon(self.poller, counter, ticket, &e)
+        if not ok:
+            raise _error(&e, self.provider)
+
+    def stop(self, uint32_t link, uint32_t tag):
+        """Drops what is not posted yet of every transfer with this tag; each ends with a STOPPED record."""
+        cdef kv_error e
+        cdef c_bool ok
+        with nogil:
+            ok = kv_stop_tag(self.poller, link, tag, &e)
+        if not ok:
+            raise _error(&e, self.provider)
+
+    def take(self, unsigned max_records=256):
+        """Up to `max_records` (at most 1024) of (kind, id, value, t_ns, extra). `fd` becomes readable again for more."""
+        cdef kv_record records[1024]
+        if not 1 <= max_records <= 1024:
+            raise ValueError("a batch has 1 to 1024 records")
+        cdef unsigned num = kv_take(self.poller, records, max_records)
+        return [(records[i].kind, records[i].id, records[i].value, records[i].t_ns, records[i].extra)
+                for i in range(num)]
+
+    def stats(self):
+        """What the thread has done so far, by name."""
+        cdef uint64_t values[KV_NUM_STATS]
+        kv_stats_read(self.poller, values)
+        return {kv_stats_names[i].decode(): values[i] for i in range(KV_NUM_STATS)}
+
+    def inject(self, str kind, uint64_t nth):
+        """Spoils the nth write from now: "drop" pretends it was sent, "corrupt" sends a copy with one byte flipped."""
+        cdef kv_error e
+        if kind not in ("drop", "corrupt"):
+            raise ValueError(f"there is no fault {kind!r}: drop or corrupt")
+        if not kv_inject(self.poller, KV_FAULT_DROP if kind == "drop" else KV_FAULT_CORRUPT, nth, &e):
+            raise _error(&e, self.provider)
+
+    def trace(self, uint32_t capacity):
+        """Notes from now on when each entry of each transfer is first posted; what finds no room is left out."""
+        cdef kv_error e
+        if not kv_trace_on(self.poller, capacity, &e):
+            raise _error(&e, self.provider)
+
+    def take_trace(self):
+        """(tag, entry index, bumps seen, t_ns) of what was noted since the last call."""
+        cdef kv_mark marks[256]
+        cdef uint32_t num = 256
+        taken = []
+        while num == 256:
+            num = kv_trace_read(self.poller, marks, 256)
+            for i in range(num):
+                taken.append((marks[i].tag, marks[i].entry_index, marks[i].bumps_seen, marks[i].t_ns))
+        return taken

@@ -1,0 +1,144 @@
+"""Two pollers in one process, each with its own memory, paired by one link."""
+
+from __future__ import annotations
+
+import secrets
+import select
+import time
+from collections.abc import Sequence
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+
+from kvmsgr._ext import native
+
+ROW_BYTES = 64
+PAGE_ROWS = 16
+PAGE_BYTES = ROW_BYTES * PAGE_ROWS
+NUM_PAGES = 64
+NUM_LAYERS = 4
+LAYER_BYTES = PAGE_BYTES * NUM_PAGES
+DEADLINE_S = 20.0
+
+Record = tuple[int, int, int, int, int]
+Pairs = Sequence[tuple[int, int]]
+
+
+class Node:
+    """A poller with one region of memory: NUM_LAYERS layers of NUM_PAGES pages."""
+
+    def __init__(self, provider: str, **options: int) -> None:
+        self.memory = np.zeros(NUM_LAYERS * LAYER_BYTES, dtype=np.uint8)
+        self.state = native.StateFile(None, incarnation=secrets.randbits(64))
+        self.poller = native.Poller(provider, self.state, **options)
+        self.poller.register(self.memory.ctypes.data, self.memory.nbytes)
+        self.counter = native.LayerCounter(8)
+        self.poller.add_counter(self.counter)
+        self.seen: list[Record] = []
+
+    @property
+    def pages(self) -> npt.NDArray[np.uint8]:
+        """The memory as (layer, page, byte)."""
+        return self.memory.reshape(NUM_LAYERS, NUM_PAGES, PAGE_BYTES)
+
+    def wait(self, kind: int, id: int | None = None) -> Record:
+        """The next record of this kind (and id); others that come first are kept for later waits."""
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
+            for index, record in enumerate(self.seen):
+                if record[0] == kind and id in (None, record[1]):
+                    return self.seen.pop(index)
+            left = deadline - time.monotonic()
+            assert left > 0, f"no record {kind} {id}; seen {self.seen}, stats {self.poller.stats()}"
+            select.select([self.poller.fd], [], [], left)
+            self.seen += self.poller.take()
+
+    def open_link(self) -> int:
+        link = self.poller.open_link([secrets.randbits(63)])
+        self.wait(native.LINK_OPENED, link)
+        return link
+
+    def close(self) -> None:
+        self.poller.close()
+        self.state.close()
+
+
+class Pair:
+    """`source` writes to `target` over one link."""
+
+    def __init__(self, provider: str, window: int = 64, **options: int) -> None:
+        self.source = Node(provider, **options)
+        self.target = Node(provider, **options)
+        self.source.memory[:] = np.random.default_rng(7).integers(1, 256, self.source.memory.size, dtype=np.uint8)
+        self.link, self.target_link = connect(self.source, self.target, window)
+        self.template = add_template(self.source, self.link)
+
+    def begin(
+        self,
+        pairs: Pairs,
+        *,
+        slot: int = 5,
+        generation: int = 3,
+        tag: int = 1,
+        ready: bool = False,
+        num_bumps: int = NUM_LAYERS,
+        deadline_s: float = DEADLINE_S,
+    ) -> int:
+        """Arms one transfer of whole pages, as a step of the source's counter."""
+        transfer = (self.link, self.template, slot << 18 | generation << 14, tag, ready)
+        return begin(self.source, [(transfer, pairs)], num_bumps, deadline_s)
+
+    def expect(self, num_pages: int, *, attempt: int = 1, slot: int = 5, generation: int = 3) -> None:
+        state = self.target.state
+        state.open_attempt(attempt, num_pages * PAGE_ROWS * NUM_LAYERS, f"attempt-{attempt}")
+        state.link_slot(slot, generation, attempt)
+
+    def run_step(self, ticket: int, num_bumps: int = NUM_LAYERS) -> None:
+        self.source.counter.start(ticket)
+        for _ in range(num_bumps):
+            self.source.counter.bump()
+
+    def assert_moved(self, pairs: Pairs) -> None:
+        for src, dst in pairs:
+            np.testing.assert_array_equal(self.target.pages[:, dst], self.source.pages[:, src])
+
+    def __enter__(self) -> Pair:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.source.close()
+        self.target.close()
+
+
+def connect(source: Node, target: Node, window: int = 64) -> tuple[int, int]:
+    """Opens a link on both and pairs them."""
+    ours, theirs = source.open_link(), target.open_link()
+    for node, link, peer, peer_link in ((source, ours, target, theirs), (target, theirs, source, ours)):
+        address, regions = peer.poller.link_address(peer_link), peer.poller.link_regions(peer_link)
+        node.poller.connect_link(link, address, regions, window)
+    return ours, theirs
+
+
+def add_template(node: Node, link: int, num_bytes: int = PAGE_BYTES) -> int:
+    """Whole pages, one run a page, in every layer; layer l goes at bump l + 1."""
+    runs = np.array([[0, 0, num_bytes, num_bytes // ROW_BYTES]], dtype=np.uint64)
+    layers = np.arange(NUM_LAYERS)
+    zeros = np.zeros_like(layers)
+    entries = np.stack([zeros, layers * LAYER_BYTES, zeros, layers * LAYER_BYTES, layers + 1], axis=1)
+    return node.poller.add_template(link, runs, PAGE_BYTES, PAGE_BYTES, entries.astype(np.int64), ROW_BYTES, 2)
+
+
+def begin(
+    node: Node,
+    transfers: Sequence[tuple[tuple[int, int, int, int, bool], Pairs]],
+    num_bumps: int = NUM_LAYERS,
+    deadline_s: float = DEADLINE_S,
+) -> int:
+    """Arms several transfers of whole pages in one step."""
+    starts = np.cumsum([0, *(len(pairs) for _, pairs in transfers)]).tolist()
+    pages = np.array([pair for _, pairs in transfers for pair in pairs], dtype=np.int32).reshape(-1, 2)
+    edges = np.zeros((0, 4), dtype=np.uint64)
+    orders = [transfer for transfer, _ in transfers]
+    nothing = [0] * (len(transfers) + 1)
+    return node.poller.begin_step(0, num_bumps, orders, pages, starts, edges, nothing, int(deadline_s * 1e9))
