@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.checks.contracts import lint_imports
+from tools.checks.contracts import PACKAGES, lint_imports
 
 ROOT = Path(__file__).parents[2]
 CONTRACTS = {
@@ -27,7 +27,8 @@ SEEDS = [
     ("layers", "kvmsgr.runtime", "kvmsgr.messenger"),
     *(("pure", package, module) for package in ("kvmsgr.core", "kvmsgr.layout") for module in ("asyncio", "time")),
     ("native", "kvmsgr.runtime", "kvmsgr._ext"),
-    ("native", "kvmsgr.messenger", "kvmsgr._ext"),
+    ("native", "kvmsgr.messenger", "kvmsgr._ext.native"),
+    ("native", "kvmsgr.layout", "kvmsgr._ext.native"),
     ("protocol", "kvmsgr_protocol", "kvmsgr.types"),
 ]
 
@@ -35,7 +36,7 @@ SEEDS = [
 @pytest.fixture
 def sources(tmp_path: Path) -> Path:
     """A copy of what the contracts are about."""
-    for name in ("kvmsgr", "protocol/kvmsgr_protocol"):
+    for name in PACKAGES:
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     return tmp_path
