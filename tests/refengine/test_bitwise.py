@@ -15,7 +15,7 @@ from tools.refengine.reference import run_alone
 from tools.refengine.scheduler import Job, Piece
 from tools.refengine.selftest import bitwise_difference, difference_of
 
-PROMPTS = [torch.randint(3, 80, (length,)).tolist() for length in (70, 9, 1, 33)]
+PROMPTS = [torch.randint(3, 80, (length,)).tolist() for length in (330, 9, 1, 33)]
 
 
 @pytest.fixture(scope="module")

@@ -32,8 +32,8 @@ def run_alone(
 ) -> list[Answer]:
     """Prefill and decode all prompts in this process. The cache must have pages for all of them at once."""
 
-    def allocate(job: Job) -> list[int] | None:
-        return engine.allocate(len(job.prompt) + new_tokens)
+    def allocate(job: Job) -> list[int]:
+        return engine.cache.allocate(engine.cache.pages_for(len(job.prompt) + new_tokens))
 
     jobs = [Job(f"prompt-{index}", prompt) for index, prompt in enumerate(prompts)]
     hidden = {job.request_id: torch.zeros(engine.config.hidden) for job in jobs}
@@ -42,7 +42,7 @@ def run_alone(
         if job.num_prefill:
             scheduler.add(job)
         else:
-            job.pages = allocate(job) or []
+            job.pages = allocate(job)
     while pieces := scheduler.next_step():
         for piece, state in zip(pieces, engine.prefill(pieces), strict=True):
             hidden[piece.job.request_id] = state
