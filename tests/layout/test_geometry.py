@@ -185,6 +185,11 @@ PAGE_TOKEN_DIM = "page token dim"
             PAGE_TOKEN_DIM,
             "the stride of axis 'page' is 64",
         ),
+        (
+            [[RawArray(plane << 20, (2, 4, 4, 4), (plane << 12, 32, 8, 2), "f", 2) for plane in (1, 2)]],
+            "plane page token dim",
+            "the stride of axis 'plane' is 8192, that of .* is 4096",
+        ),
         ([[dense(4, 4, 4)] * 2], PAGE_TOKEN_DIM, "two layers or planes are the same memory"),
     ],
 )

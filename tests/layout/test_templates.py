@@ -10,6 +10,7 @@ import pytest
 
 from kvmsgr.errors import LayoutMismatchError
 from kvmsgr.layout import build_templates, check_groups, describe_group
+from kvmsgr.layout.rowtable import RowTable
 from kvmsgr.types import RawArray
 from kvmsgr_protocol import MAX_ROWS, GroupLayout
 
@@ -90,6 +91,46 @@ def test_values_may_lie_before_keys() -> None:
     (template,) = build_templates(layout, layout)
     assert template.runs.tolist() == [[0, 0, 16384, 128]]
     assert template.entries.tolist() == [[0, 0, 0, 0, 1]]
+
+
+def test_planes_that_do_not_join_are_entries() -> None:
+    """One run that neighbouring pages can continue, not two that alternate."""
+    (template,) = build_templates(group("plane page head token dim"), group("plane page head token dim"))
+    assert (len(template.runs), len(template.entries)) == (1, 6)
+
+
+def plane(address: int, width: int = 64, page: int = 4096) -> list[RawArray]:
+    """One plane of one layer: 4 pages of 16 tokens, `page` bytes apart, rows 128 bytes apart."""
+    return [RawArray(address, (4, 16, width), (page, 128, 2), "bfloat16", 2)]
+
+
+def test_planes_with_different_page_strides_are_two_templates() -> None:
+    """Page 0 of the values follows that of the keys, page 1 does not."""
+    layout, regions = describe_group([plane(0, page=8192), plane(2048, page=4096)], "page token dim", name="kv")
+    assert len(regions) == 1
+    templates = build_templates(layout, layout)
+    assert [template.src_page_bytes for template in templates] == [8192, 4096]
+
+
+def test_planes_of_different_width_in_one_tensor_are_two_templates() -> None:
+    layout, regions = describe_group([plane(0, 48), plane(96, 16)], "page token dim", name="kv")
+    assert len(regions) == 1
+    templates = build_templates(layout, layout)
+    assert [(template.row_bytes, len(template.runs)) for template in templates] == [(96, 16), (32, 16)]
+
+
+def test_planes_in_different_regions_never_join() -> None:
+    layout, _ = describe_group([plane(0), plane(2048)], "page token dim", name="kv")
+    assert len(build_templates(layout, layout)[0].entries) == 1
+    keys, values = layout.entries
+    layout = msgspec.structs.replace(layout, entries=[keys, msgspec.structs.replace(values, region=1)])
+    assert build_templates(layout, layout)[0].entries.tolist() == [[0, 0, 0, 0, 1], [1, 2048, 1, 2048, 1]]
+
+
+def test_a_run_without_rows_is_left_out() -> None:
+    strides = np.arange(6, dtype=np.int64) * 8
+    table = RowTable.build(strides, strides * 2, np.array([0, 1, 2, 0, 1, 2]), 8)
+    assert table.runs(0, 3, 2)[:, 3].tolist() == [1, 1, 1, 1]
 
 
 def test_planes_at_changing_distances_are_entries() -> None:
