@@ -5,6 +5,7 @@ Usage: python -m tools.checks.native [address,undefined | thread]
 
 from __future__ import annotations
 
+import json
 import platform
 import shutil
 import subprocess
@@ -26,6 +27,9 @@ def main(sanitizer: str = "none") -> None:
     shutil.rmtree(build, ignore_errors=True)
     options = ["-Dbuildtype=debugoptimized", "-Dwerror=true", f"-Db_sanitize={sanitizer}", "-Db_lundef=false"]
     subprocess.run(["meson", "setup", *options, str(build)], check=True)
+    listed = subprocess.run(["meson", "introspect", "--tests", str(build)], check=True, capture_output=True).stdout
+    if not json.loads(listed):
+        sys.exit("no C tests are defined: expected them in ext/meson.build, from ext/tests")
     # Tests run one at a time: those with threads need the cores for themselves.
     test = ["meson", "test", "-C", str(build), "--num-processes", "1", "--print-errorlogs"]
     if wrapper := plain_address_space():

@@ -23,7 +23,7 @@ def caught(source: str, sanitizer: str, finding: str) -> bool:
     ).stdout.split()
     with tempfile.TemporaryDirectory(prefix="kvmsgr-seeded-") as folder:
         program = f"{folder}/program"
-        flags = ["-std=gnu11", "-g", "-O1", f"-fsanitize={sanitizer}", f"-I{NATIVE}", "-pthread"]
+        flags = ["-std=gnu11", "-D_GNU_SOURCE", "-g", "-O1", f"-fsanitize={sanitizer}", f"-I{NATIVE}", "-pthread"]
         subprocess.run(
             ["cc", *flags, source, *map(str, sorted(NATIVE.glob("*.c"))), "-o", program, *libfabric, "-lm"], check=True
         )

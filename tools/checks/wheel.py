@@ -19,6 +19,8 @@ CONSTRAINTS = Path("tools/constraints.txt")
 PROBE = """
 import importlib.metadata, importlib.util, sys
 import kvmsgr, kvmsgr_protocol, kvmsgr._ext.native
+for name in kvmsgr.__all__:  # some are loaded when they are first used
+    getattr(kvmsgr, name)
 assert not importlib.util.find_spec("torch"), "the environment is not empty: it has torch"
 assert importlib.metadata.version("kvmsgr")
 print("imported", kvmsgr.__file__)
