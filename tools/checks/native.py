@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import platform
+import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
+
+from tools.checks.shell import output_of, run
 
 BUILD = Path("build")
 TSAN_MAX_RANDOM_BITS = 28  # GCC 12's ThreadSanitizer does not start in an address space that is randomised further
@@ -26,15 +28,12 @@ def main(sanitizer: str = "none") -> None:
     build = BUILD / f"c-{sanitizer.replace(',', '-')}"
     shutil.rmtree(build, ignore_errors=True)
     options = ["-Dbuildtype=debugoptimized", "-Dwerror=true", f"-Db_sanitize={sanitizer}", "-Db_lundef=false"]
-    subprocess.run(["meson", "setup", *options, str(build)], check=True)
-    listed = subprocess.run(["meson", "introspect", "--tests", str(build)], check=True, capture_output=True).stdout
-    if not json.loads(listed):
+    run("meson", "setup", *options, build)
+    if not json.loads(output_of("meson", "introspect", "--tests", build)):
         sys.exit("no C tests are defined: expected them in ext/meson.build, from ext/tests")
     # Tests run one at a time: those with threads need the cores for themselves.
-    test = ["meson", "test", "-C", str(build), "--num-processes", "1", "--print-errorlogs"]
-    if wrapper := plain_address_space():
-        test += ["--wrapper", " ".join(wrapper)]
-    subprocess.run(test, check=True)
+    wrapper = ["--wrapper", shlex.join(plain_address_space())] if plain_address_space() else []
+    run("meson", "test", "-C", build, "--num-processes", "1", "--print-errorlogs", *wrapper)
 
 
 if __name__ == "__main__":

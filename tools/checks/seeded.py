@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 from tools.checks.native import plain_address_space
+from tools.checks.shell import output_of, run
 
 NATIVE = Path("ext/core")
 PROGRAMS = {
@@ -18,15 +19,11 @@ PROGRAMS = {
 
 def caught(source: str, sanitizer: str, finding: str) -> bool:
     """Build one program on the native layer's own code, run it, and look for the sanitizer's finding."""
-    libfabric = subprocess.run(
-        ["pkg-config", "--cflags", "--libs", "libfabric"], check=True, capture_output=True, text=True
-    ).stdout.split()
+    libfabric = output_of("pkg-config", "--cflags", "--libs", "libfabric").split()
     with tempfile.TemporaryDirectory(prefix="kvmsgr-seeded-") as folder:
         program = f"{folder}/program"
         flags = ["-std=gnu11", "-D_GNU_SOURCE", "-g", "-O1", f"-fsanitize={sanitizer}", f"-I{NATIVE}", "-pthread"]
-        subprocess.run(
-            ["cc", *flags, source, *map(str, sorted(NATIVE.glob("*.c"))), "-o", program, *libfabric, "-lm"], check=True
-        )
+        run("cc", *flags, source, *sorted(NATIVE.glob("*.c")), "-o", program, *libfabric, "-lm")
         result = subprocess.run([*plain_address_space(), program], capture_output=True, text=True, timeout=60)
     output = result.stdout + result.stderr
     if result.returncode != 0 and finding in output:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import tempfile
 import venv
@@ -11,6 +9,8 @@ import zipfile
 from pathlib import Path
 
 import mesonpy
+
+from tools.checks.shell import output_of, run
 
 PACKAGES = {"kvmsgr": Path("kvmsgr"), "kvmsgr_protocol": Path("protocol/kvmsgr_protocol")}
 CONSTRAINTS = Path("tools/constraints.txt")
@@ -27,18 +27,9 @@ print("imported", kvmsgr.__file__)
 """
 
 
-def run(*command: str | Path, **variables: str) -> None:
-    subprocess.run([str(word) for word in command], check=True, env=os.environ | variables)
-
-
 def shipped_sources() -> set[str]:
     """Names, as a wheel spells them, of the committed files of the packages."""
-    listed = subprocess.run(
-        ["git", "ls-tree", "-r", "--name-only", "HEAD", *map(str, PACKAGES.values())],
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout.split()
+    listed = output_of("git", "ls-tree", "-r", "--name-only", "HEAD", *PACKAGES.values()).split()
     return {name.removeprefix("protocol/") for name in listed}
 
 
@@ -72,7 +63,7 @@ def main() -> None:
         venv.create(out / "venv")
         python = out / "venv" / "bin" / "python"
         run(*pip, "--python", python, "install", "--quiet", "-c", CONSTRAINTS, wheel)
-        subprocess.run([python, "-I", "-c", PROBE], check=True, cwd=out)
+        run(python, "-I", "-c", PROBE, cwd=out)
 
 
 if __name__ == "__main__":
