@@ -22,6 +22,7 @@ KvmsgrError
 │   ├── CountOverflowError      more rows landed than were expected
 │   ├── StepFaultError          a forward pass ran fewer or more layers than announced, or none in time
 │   └── EngineFailedError       the engine on one side gave the request up
+├── StepLimitError              more steps are announced than a layer counter can tell apart
 ├── MessengerClosedError
 └── InternalError               our bug: please report it
 """
@@ -183,6 +184,10 @@ class EngineFailedError(TransferError):
     """The engine of one side gave the request up."""
 
     reason = Reason.engine
+
+
+class StepLimitError(KvmsgrError):
+    """More steps are announced than the ring of a layer counter has slots for. Nothing was armed: run one, try again."""
 
 
 class MessengerClosedError(KvmsgrError):

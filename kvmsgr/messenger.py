@@ -146,7 +146,7 @@ class Messenger:
 
         Raises:
             LayoutError: A chunk does not follow its request's last one, or its pages are not known.
-            RingFullError: More steps are announced than the layer counter has slots for. Nothing was armed.
+            StepLimitError: More steps are announced than the layer counter has slots for. Nothing was armed.
         """
         return steps.begin_step(self._node, chunks, counter)
 
@@ -167,6 +167,7 @@ class Messenger:
         self._closed = True
         self._server.close()
         await self._node.close()
+        await self._server.wait_closed()
 
     async def __aenter__(self) -> Messenger:
         return self

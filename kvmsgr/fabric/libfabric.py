@@ -9,8 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from kvmsgr._ext import native
-from kvmsgr.errors import FabricUnavailableError
+from kvmsgr.errors import FabricUnavailableError, StepLimitError
 
 from .choice import REFUSED, FabricChoice, candidates, is_local, split_tcp
 
@@ -41,6 +44,29 @@ class Fabric:
     def open_link(self) -> int:
         """Start to open an endpoint for one peer, registered under keys that nobody can guess or has seen before."""
         return self.poller.open_link([secrets.randbits(63) for _ in range(self._num_regions)])
+
+    def begin_step(
+        self,
+        counter: int,
+        num_bumps: int,
+        transfers: Sequence[tuple[int, int, int, int, bool]],
+        pages: npt.NDArray[np.int32],
+        page_starts: Sequence[int],
+        edges: npt.NDArray[np.uint64],
+        edge_starts: Sequence[int],
+        deadline_ns: int,
+    ) -> int:
+        """Arm a step; see `native.Poller.begin_step`.
+
+        Raises:
+            StepLimitError: No slot of the layer counter is free.
+        """
+        try:
+            return self.poller.begin_step(
+                counter, num_bumps, transfers, pages, page_starts, edges, edge_starts, deadline_ns
+            )
+        except native.RingFullError as error:
+            raise StepLimitError(str(error)) from error
 
     def close(self) -> None:
         """Close every link, the poller and the state file. Idempotent."""

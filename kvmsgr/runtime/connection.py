@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 from kvmsgr.errors import AddressError
 from kvmsgr_protocol import FrameReader, Message, WireError, encode
@@ -28,13 +28,13 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._receiver: Receiver | None = None
         self._closed = False
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def attach(self, receiver: Receiver) -> None:
         self._receiver = receiver
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but name
         self._on_made(self)
 
     def data_received(self, data: bytes) -> None:
@@ -51,6 +51,7 @@ class Connection(asyncio.Protocol):
             self._receiver.message_received(message)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.ended.set_result(None)
         if not self._closed and self._receiver is not None:
             self._receiver.connection_lost(exc)
 
@@ -64,6 +65,13 @@ class Connection(asyncio.Protocol):
         self._closed = True
         if self._transport is not None:
             self._transport.close()
+
+    async def wait_closed(self, patience_s: float) -> None:
+        """Wait until what was queued is sent; a peer that does not read it loses it after `patience_s`."""
+        _, late = await asyncio.wait([self.ended], timeout=patience_s)
+        if late and self._transport is not None:
+            self._transport.abort()
+            await self.ended
 
 
 async def dial(address: str, on_made: Callable[[Connection], None]) -> Connection:

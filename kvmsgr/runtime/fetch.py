@@ -120,6 +120,8 @@ class Fetch:
         for peer in self._legs:
             if peer.machine.state is PeerState.live:
                 self.peer_live(peer)
+            else:
+                peer.waiting.append(self)
         if self._machine.rows_expected == 0:
             self.rows_counted(0)
 

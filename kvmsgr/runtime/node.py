@@ -41,6 +41,7 @@ log = structlog.get_logger("kvmsgr")
 NUM_COUNTERS = 1
 MAX_ATTEMPTS = 16384
 RECORDS_A_BATCH = 256
+GOODBYE_S = 1.0
 
 
 class Node:
@@ -64,6 +65,7 @@ class Node:
         self._slots = SlotPool(secrets.randbelow(NUM_SLOTS), secrets.randbelow(NUM_GENERATIONS))
         self._attempts = AttemptNumbers(MAX_ATTEMPTS)
         self._pages = [PageGuard(group.name, group.num_pages) for group in memory.groups]
+        self.connections: set[Connection] = set()
         self._peers: set[PeerDriver] = set()
         self._dialled: dict[Descriptor, PeerDriver] = {}
         self._links: dict[int, PeerDriver] = {}
@@ -115,15 +117,10 @@ class Node:
         self._links[link] = peer
         return link
 
-    def peer_live(self, peer: PeerDriver) -> None:
-        for fetch in list(self._fetches.values()):
-            if fetch.has_leg(peer):
-                fetch.peer_live(peer)
-
     def peer_lost(self, peer: PeerDriver, failure: Failure) -> None:
         """Every request of the peer fails; the next request to that messenger starts a new epoch."""
         self._dialled = {descriptor: other for descriptor, other in self._dialled.items() if other is not peer}
-        for fetch in list(self._fetches.values()):
+        for fetch in {*self._fetches.values(), *peer.waiting}:
             if fetch.has_leg(peer):
                 fetch.peer_lost(peer, failure)
         self.inbox.peer_lost(peer, failure)
@@ -298,6 +295,7 @@ class Node:
         if self._peers:
             self._idle = self.loop.create_future()
             await self._idle
+        await asyncio.gather(*(connection.wait_closed(GOODBYE_S) for connection in self.connections))
         self.loop.remove_reader(self.fabric.poller.fd)
         await self.loop.run_in_executor(None, self.fabric.poller.close)
         for fetch in list(self._fetches.values()):

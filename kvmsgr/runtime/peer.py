@@ -30,6 +30,7 @@ from kvmsgr_protocol import (
 from .connection import Connection
 
 if TYPE_CHECKING:
+    from .fetch import Fetch
     from .node import Node
 
 log = structlog.get_logger("kvmsgr")
@@ -40,7 +41,8 @@ class PeerDriver:
     """One epoch.
 
     `templates[group]` and `context_templates[buffer]` pair the id of a template in the native layer with the template:
-    how our cache is written into theirs. They are there while the peer is live.
+    how our cache is written into theirs. They are there while the peer is live. `waiting` are the fetches that could
+    not be dispatched yet.
     """
 
     def __init__(self, node: Node, name: str, incarnation: str | None) -> None:
@@ -53,6 +55,7 @@ class PeerDriver:
         self.remote: RankAttach | None = None
         self.templates: list[list[tuple[int, Template]]] = []
         self.context_templates: list[int] = []
+        self.waiting: list[Fetch] = []
         self._incarnation = incarnation
         self._connection: Connection | None = None
         self._deadline = node.loop.call_later(node.config.connect_timeout_s, self._timed_out)
@@ -63,6 +66,8 @@ class PeerDriver:
         """The control connection is up: greet."""
         self._connection = connection
         connection.attach(self)
+        self.node.connections.add(connection)
+        connection.ended.add_done_callback(lambda _: self.node.connections.discard(connection))
         config = self.node.config
         connection.send(
             Hello(
@@ -140,7 +145,9 @@ class PeerDriver:
             case core.AnnounceLive():
                 self._deadline.cancel()
                 log.info("peer live", peer=self.name, provider=self.node.fabric.choice.provider)
-                self.node.peer_live(self)
+                for fetch in self.waiting:
+                    fetch.peer_live(self)
+                self.waiting.clear()
             case core.AnnounceLost(failure):
                 self._deadline.cancel()
                 log.info("peer lost", peer=self.name, reason=str(failure.reason), detail=failure.detail)

@@ -159,7 +159,7 @@ def _arm(node: Node, chunks: Sequence[Chunk], counter: int, marks: Sequence[_Mar
     num_bumps = node.memory.num_signals + any(chunk.last and chunk.request.wants_context for chunk in waits)
     step = Step(node, chunks, counter, num_bumps if waits else 0, marks)
     if waits or batch.transfers:
-        ticket = node.fabric.poller.begin_step(
+        ticket = node.fabric.begin_step(
             counter,
             step.num_bumps,
             batch.transfers,
@@ -169,8 +169,8 @@ def _arm(node: Node, chunks: Sequence[Chunk], counter: int, marks: Sequence[_Mar
             batch.edge_starts,
             int(node.config.step_timeout_s * 1e9),
         )
-        step.number(ticket)
-        if ticket:
+        if waits:
+            step.number(ticket)
             node.steps[(counter, ticket)] = step
     for chunk in chunks:
         if chunk.last and not chunk.request.num_transfers:

@@ -142,9 +142,7 @@ async def test_the_time_allowed_is_kept_on_both_sides() -> None:
 async def test_a_peer_that_closes_fails_the_requests_of_the_other(fabric: str, who: str) -> None:
     async with pair(fabric) as both:
         fetch, request = await started(both)
-        both.run(
-            both.prefiller.messenger.begin_step([Chunk(request, 0, PAGE_TOKENS, [Span(0, 0, SRC)])]), 1, SRC
-        )
+        both.run(both.prefiller.messenger.begin_step([Chunk(request, 0, PAGE_TOKENS, [Span(0, 0, SRC)])]), 1, SRC)
         await within(getattr(both, who).messenger.close())
         with pytest.raises(kvmsgr.errors.TransferError) as raised:
             await within(fetch)
@@ -279,7 +277,9 @@ async def test_addresses_and_fabrics_that_cannot_be() -> None:
     with pytest.raises(ConfigError, match="listen"):
         kvmsgr.Config(name="x", model="m", listen="127.0.0.1:0")
     with pytest.raises(FabricUnavailableError, match="tcp"):
-        await kvmsgr.Messenger.open(kvmsgr.Config(name="x", model="m", fabric="tcp", fabric_address="203.0.113.1"), cache)
+        await kvmsgr.Messenger.open(
+            kvmsgr.Config(name="x", model="m", fabric="tcp", fabric_address="203.0.113.1"), cache
+        )
     async with pair("net") as both:
         taken = both.prefiller.messenger.descriptor.address
         with pytest.raises(AddressError, match=taken):
