@@ -187,7 +187,7 @@ class EngineFailedError(TransferError):
 
 
 class StepLimitError(KvmsgrError):
-    """More steps are announced than the ring of a layer counter has slots for. Nothing was armed: run one, try again."""
+    """More steps are announced than a layer counter has ring slots. Nothing was armed: let one run, then try again."""
 
 
 class MessengerClosedError(KvmsgrError):
