@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvmsgr.address import Tcp, parse
 from kvmsgr.errors import ConfigError
 
 FABRICS = ("auto", "shm", "net", "tcp")
@@ -17,9 +18,11 @@ class Config:
         name: Name in logs.
         model: Fingerprint of model and weights; messengers with different ones refuse each other.
         listen: Control socket: "tcp://host:port" (port 0: any) or "unix:path".
+        advertise: Host that peers dial, where it is not the one in `listen`.
         fabric: "shm" (one host), "net" or "tcp" (libfabric's tcp provider before and after 1.18), or "auto": the best
             that passes the start-up self-test.
-        fabric_address: Address of the network interface the fabric uses; None: the host of `listen`.
+        fabric_address: Address of the network interface the fabric uses; None: the host that
+            peers dial.
         window: Writes a peer may have in flight to us.
         cq_entries: Size of the completion queue; all windows together stay below it.
         time_allowed_s: Default for one request.
@@ -36,6 +39,7 @@ class Config:
     name: str
     model: str
     listen: str = "tcp://127.0.0.1:0"
+    advertise: str | None = None
     fabric: str = "auto"
     fabric_address: str | None = None
     window: int = 256
@@ -52,8 +56,9 @@ class Config:
     def __post_init__(self) -> None:
         if self.fabric not in FABRICS:
             raise ConfigError(f"fabric is {self.fabric!r}; known are {', '.join(FABRICS)}")
-        if not self.listen.startswith(("tcp://", "unix:")):
-            raise ConfigError(f'listen is {self.listen!r}; it must be "tcp://host:port" or "unix:path"')
+        listen = parse(self.listen)
+        if isinstance(listen, Tcp) and listen.is_wildcard and self.advertise is None:
+            raise ConfigError(f"listen is {self.listen!r}, which no peer can dial; set advertise to this host's name")
         for field in ("time_allowed_s", "stall_s", "connect_timeout_s", "step_timeout_s"):
             if not getattr(self, field) > 0:
                 raise ConfigError(f"{field} is {getattr(self, field)!r}; it must be positive")

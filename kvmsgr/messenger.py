@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import structlog
 
+from .address import Tcp, parse
 from .config import Config
 from .device.cache import Cache, ContextBuffer, Memory
 from .errors import ConfigError
-from .fabric.choice import FabricChoice, is_local
+from .fabric.choice import FabricChoice
 from .fabric.libfabric import FabricSettings, open_fabric
 from .runtime import steps
 from .runtime.connection import listen
@@ -56,12 +57,13 @@ class Messenger:
             FabricUnavailableError: No provider passed the self-test.
             AddressError: The control socket cannot be listened on.
         """
-        memory = Memory.describe(cache, context)
+        memory, address = Memory.describe(cache, context), parse(config.listen)
+        host = address.host if isinstance(address, Tcp) else "127.0.0.1"
         incarnation = secrets.token_hex(16)
         settings = FabricSettings(
             fabric=config.fabric,
-            listen=config.listen,
-            address=config.fabric_address,
+            local=address.is_local,
+            address=config.fabric_address or config.advertise or host,
             incarnation=incarnation,
             cq_entries=config.cq_entries,
             poller_core=config.poller_core,
@@ -72,14 +74,16 @@ class Messenger:
         fabric = await asyncio.get_running_loop().run_in_executor(None, open_fabric, settings, regions)
         node = Node(config, memory, fabric, incarnation)
         try:
-            server, address = await listen(config.listen, node.connection_accepted)
+            server, bound = await listen(address, node.connection_accepted)
         except BaseException:
             await node.close()
             raise
-        log.info("messenger open", name=config.name, address=address, provider=fabric.choice.provider)
-        if not is_local(config.listen):
+        if isinstance(bound, Tcp) and config.advertise is not None:
+            bound = Tcp(config.advertise, bound.port)
+        log.info("messenger open", name=config.name, address=str(bound), fabric=fabric.choice.why)
+        if not address.is_local:
             log.warning("the control connection is not encrypted: whoever reaches it can write into the cache")
-        return cls(node, server, Descriptor(address, incarnation, config.name))
+        return cls(node, server, Descriptor(str(bound), incarnation, config.name))
 
     @property
     def fabric(self) -> FabricChoice:
@@ -101,6 +105,7 @@ class Messenger:
         spans: Sequence[Span],
         *,
         payload: bytes = b"",
+        trace: Mapping[str, str] | None = None,
         time_allowed_s: float | None = None,
     ) -> Fetch:
         """Ask a prefiller for the KV of a prompt.
@@ -111,6 +116,7 @@ class Messenger:
             tokens: The prompt. Its last token is not prefilled: the caller runs it as its first decode step.
             spans: Destination pages, which must stay allocated until `released()`.
             payload: For the prefiller's engine, opaque, at most 1 MiB.
+            trace: Trace context, handed to the prefiller's engine as it is.
             time_allowed_s: Until the request fails; None: as configured.
 
         Returns:
@@ -125,7 +131,8 @@ class Messenger:
             raise ConfigError(f"{len(sources)} sources were given; one rank to one rank is what can be moved so far")
         if len(tokens) == 0:
             raise ConfigError(f"request {request_id!r} has no tokens; a prompt has at least one")
-        return self._node.fetch(request_id, sources[0], [int(t) for t in tokens], spans, payload, time_allowed_s)
+        ids = [int(token) for token in tokens]
+        return self._node.fetch(request_id, sources[0], ids, spans, payload, dict(trace or {}), time_allowed_s)
 
     # The prefiller's side
 

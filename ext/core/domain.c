@@ -70,6 +70,19 @@ bool kv_providers(char names[][64], size_t capacity, size_t *num, struct kv_erro
     return true;
 }
 
+/* Keeps the first answer of exactly this name: asked for "tcp", libfabric 1.17 offers "tcp;ofi_rxm". */
+static int keep_exact(struct fi_info **list, const char *provider)
+{
+    struct fi_info *i = *list, *exact = NULL;
+    while (i && strcmp(i->fabric_attr->prov_name, provider))
+        i = i->next;
+    if (i)
+        exact = fi_dupinfo(i);
+    fi_freeinfo(*list);
+    *list = exact;
+    return !i ? -FI_ENODATA : exact ? 0 : -FI_ENOMEM;
+}
+
 /* ---- the domain ---- */
 bool kv_domain_open(struct kv_domain *d, const char *provider, const char *node, size_t cq_entries, struct kv_error *e)
 {
@@ -86,6 +99,8 @@ bool kv_domain_open(struct kv_domain *d, const char *provider, const char *node,
     const char *call = "fi_getinfo";
     int rc = fi_getinfo(KV_FI_VERSION, node, NULL, node ? FI_SOURCE : 0, hints, &d->info);
     fi_freeinfo(hints);
+    if (!rc)
+        rc = keep_exact(&d->info, provider);
     struct fi_cq_attr cq = {.format = FI_CQ_FORMAT_DATA, .wait_obj = FI_WAIT_NONE, .size = cq_entries};
     if (!rc && (call = "fi_fabric", true))
         rc = fi_fabric(d->info->fabric_attr, &d->fabric, NULL);

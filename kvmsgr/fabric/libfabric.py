@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import secrets
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -15,16 +13,17 @@ import numpy.typing as npt
 from kvmsgr._ext import native
 from kvmsgr.errors import FabricUnavailableError, StepLimitError
 
-from .choice import REFUSED, FabricChoice, candidates, is_local, split_tcp
+from .choice import FabricChoice, candidates
+from .leftovers import state_folder, sweep_leftovers
 
 
 @dataclass(frozen=True, slots=True)
 class FabricSettings:
-    """What `open_fabric` needs to know; see `kvmsgr.Config` for the meaning of each."""
+    """What `open_fabric` needs to know. `local`: every peer is on this host; the rest as in `kvmsgr.Config`."""
 
     fabric: str
-    listen: str
-    address: str | None
+    local: bool
+    address: str
     incarnation: str
     cq_entries: int
     poller_core: int | None
@@ -43,7 +42,7 @@ class Fabric:
 
     def open_link(self) -> int:
         """Start to open an endpoint for one peer, registered under keys that nobody can guess or has seen before."""
-        return self.poller.open_link([secrets.randbits(63) for _ in range(self._num_regions)])
+        return self.poller.open_link([secrets.randbits(64) for _ in range(self._num_regions)])
 
     def begin_step(
         self,
@@ -80,16 +79,17 @@ def open_fabric(settings: FabricSettings, regions: Sequence[tuple[int, int]]) ->
     Raises:
         FabricUnavailableError: None passed; the message says what each one answered.
     """
-    node = settings.address or (None if settings.listen.startswith("unix:") else split_tcp(settings.listen)[0])
+    sweep_leftovers()
+    path = f"{settings.state_dir or state_folder()}/kvmsgr-{os.getpid()}-{settings.incarnation[:8]}.state"
     answers: list[str] = []
-    for provider in candidates(settings.fabric, settings.listen):
-        state = native.StateFile(state_path(settings), incarnation=int(settings.incarnation[:15], 16))
+    for provider in candidates(settings.fabric, settings.local):
+        state = native.StateFile(path, incarnation=int(settings.incarnation[:15], 16))
         poller = None
         try:
             poller = native.Poller(
                 provider,
                 state,
-                node=node or "127.0.0.1",
+                node=settings.address,
                 core=-1 if settings.poller_core is None else settings.poller_core,
                 cq_entries=settings.cq_entries,
                 spin=settings.poller_spins,
@@ -105,33 +105,17 @@ def open_fabric(settings: FabricSettings, regions: Sequence[tuple[int, int]]) ->
             continue
         return Fabric(poller, state, FabricChoice(poller.provider, _why(settings, provider, answers)), len(regions))
     found = ", ".join(native.providers()) or "none"
-    refused = "; ".join(f"{name} is never used: {why}" for name, why in REFUSED.items())
     raise FabricUnavailableError(
-        f"fabric {settings.fabric!r} cannot be used: {' / '.join(answers)}. libfabric offers here: {found} ({refused})"
+        f"fabric {settings.fabric!r} cannot be used: {' / '.join(answers)}. libfabric offers here: {found}"
     )
 
 
 def _why(settings: FabricSettings, provider: str, answers: Sequence[str]) -> str:
     if settings.fabric != "auto":
         return f"{provider} was asked for and passed the self-test"
-    reach = "every peer is on this host" if is_local(settings.listen) else "peers may be on other hosts"
+    reach = "every peer is on this host" if settings.local else "peers may be on other hosts"
     failed = f"; tried before: {' / '.join(answers)}" if answers else ""
     return f"{reach}, and {provider} is the best that passed the self-test{failed}"
-
-
-def state_path(settings: FabricSettings) -> str:
-    """Where the state file goes: memory, never a disk, so that the poller does not wait for one.
-
-    Files that a killed messenger left there are removed on the way.
-    """
-    folder = settings.state_dir or os.environ.get("XDG_RUNTIME_DIR") or "/dev/shm"
-    if not os.access(folder, os.W_OK):
-        folder = tempfile.gettempdir()
-    for stale in Path(folder).glob("kvmsgr-*.state"):
-        pid = stale.name.split("-")[1]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
-            stale.unlink(missing_ok=True)
-    return f"{folder}/kvmsgr-{os.getpid()}-{settings.incarnation[:8]}.state"
 
 
 class StateView:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol, cast
 
+from kvmsgr.address import Tcp, Unix
 from kvmsgr.errors import AddressError
 from kvmsgr_protocol import FrameReader, Message, WireError, encode
 
@@ -74,51 +75,37 @@ class Connection(asyncio.Protocol):
             await self.ended
 
 
-async def dial(address: str, on_made: Callable[[Connection], None]) -> Connection:
+async def dial(address: Tcp | Unix, on_made: Callable[[Connection], None]) -> None:
     """Connect to a control socket.
 
     Raises:
         OSError: Nobody answers there.
-        AddressError: `address` is none.
     """
     loop = asyncio.get_running_loop()
-    if address.startswith("unix:"):
-        _, connection = await loop.create_unix_connection(lambda: Connection(on_made), address.removeprefix("unix:"))
-        return connection
-    host, port = _tcp(address)
-    _, connection = await loop.create_connection(lambda: Connection(on_made), host, port)
-    return connection
+    if isinstance(address, Unix):
+        await loop.create_unix_connection(lambda: Connection(on_made), address.path)
+    else:
+        await loop.create_connection(lambda: Connection(on_made), address.host, address.port)
 
 
-async def listen(address: str, on_made: Callable[[Connection], None]) -> tuple[asyncio.Server, str]:
-    """Listen on a control socket; returns the server and the address peers can dial.
+async def listen(address: Tcp | Unix, on_made: Callable[[Connection], None]) -> tuple[asyncio.Server, Tcp | Unix]:
+    """Listen on a control socket; returns the server and the address it is bound to.
 
     Raises:
-        AddressError: The address is none, in use, or not ours.
+        AddressError: The address is in use, or not ours.
     """
     loop = asyncio.get_running_loop()
     try:
-        if address.startswith("unix:"):
-            path = address.removeprefix("unix:")
-            server = await loop.create_unix_server(lambda: Connection(on_made), path)
-            _restrict(path)
+        if isinstance(address, Unix):
+            server = await loop.create_unix_server(lambda: Connection(on_made), address.path)
+            _restrict(address.path)
             return server, address
-        host, port = _tcp(address)
-        server = await loop.create_server(lambda: Connection(on_made), host, port)
+        server = await loop.create_server(lambda: Connection(on_made), address.host, address.port)
     except OSError as error:
         raise AddressError(f"cannot listen on {address}: {error}; choose another address, or port 0 for any") from error
-    bound = server.sockets[0].getsockname()
-    shown = f"[{bound[0]}]" if ":" in bound[0] else bound[0]
-    return server, f"tcp://{shown}:{bound[1]}"
+    return server, Tcp(address.host, server.sockets[0].getsockname()[1])
 
 
 def _restrict(path: str) -> None:
     """Only this user may ask for keys to the cache."""
     Path(path).chmod(0o600)
-
-
-def _tcp(address: str) -> tuple[str, int]:
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    if not address.startswith("tcp://") or not host or not port.isdigit():
-        raise AddressError(f'{address!r} is no address: "tcp://host:port" or "unix:path" is expected')
-    return host.strip("[]"), int(port)

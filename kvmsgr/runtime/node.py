@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import secrets
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import structlog
 
+from kvmsgr.address import Tcp, Unix, parse
 from kvmsgr.core.failure import Failure
 from kvmsgr.core.peer import PeerState
 from kvmsgr.core.slots import AttemptNumbers, IndexPool, SlotPool
@@ -42,6 +44,7 @@ NUM_COUNTERS = 1
 MAX_ATTEMPTS = 16384
 RECORDS_A_BATCH = 256
 GOODBYE_S = 1.0
+CLOSE_LINKS_S = 5.0
 
 
 class Node:
@@ -74,6 +77,7 @@ class Node:
         self._windows_granted = 0
         self._idle: asyncio.Future[None] | None = None
         self._closing = False
+        self._records: deque[tuple[int, int, int, int, int]] = deque()
         self.loop.add_reader(fabric.poller.fd, self._read_records)
 
     # Peers
@@ -82,15 +86,16 @@ class Node:
         """The epoch with that messenger; dialled when there is none."""
         peer = self._dialled.get(descriptor)
         if peer is None:
+            address = parse(descriptor.address)
             peer = PeerDriver(self, descriptor.name or descriptor.address, descriptor.incarnation)
             self._dialled[descriptor] = peer
             self._peers.add(peer)
-            task = self.loop.create_task(self._dial(peer, descriptor.address))
+            task = self.loop.create_task(self._dial(peer, address))
             self._dials.add(task)
             task.add_done_callback(self._dials.discard)
         return peer
 
-    async def _dial(self, peer: PeerDriver, address: str) -> None:
+    async def _dial(self, peer: PeerDriver, address: Tcp | Unix) -> None:
         try:
             await dial(address, peer.connection_made)
         except OSError as error:
@@ -139,6 +144,7 @@ class Node:
         tokens: Sequence[int],
         spans: Sequence[Span],
         payload: bytes,
+        trace: dict[str, str],
         time_allowed_s: float | None,
     ) -> Fetch:
         """Arm slot, counter and pages, then ask the peer. See `Messenger.fetch`."""
@@ -146,6 +152,7 @@ class Node:
             raise MessengerClosedError("the messenger is closed: no request can be fetched")
         if any(fetch.request_id == request_id and not fetch.done for fetch in self._fetches.values()):
             raise RefusedError(request_id, "a request of this name is being fetched already", Reason.duplicate)
+        peer = self.peer_at(source)
         wire_spans = [self._wire_span(span) for span in spans]
         wants_context = bool(self.memory.context) and len(tokens) > 1
         try:
@@ -173,12 +180,13 @@ class Node:
                 expected_rows=rows,
                 time_allowed_s=self.config.time_allowed_s if time_allowed_s is None else time_allowed_s,
                 payload=payload,
+                trace=trace,
             )
             state = self.fabric.state
             state.open_attempt(attempt, rows, request_id)
             state.link_slot(*slot, attempt)
             held.keep()
-        fetch = Fetch(self, {self.peer_at(source): slot}, dispatch)
+        fetch = Fetch(self, {peer: slot}, dispatch)
         self._fetches[attempt] = fetch
         fetch.start()
         return fetch
@@ -224,8 +232,15 @@ class Node:
     # Records
 
     def _read_records(self) -> None:
-        for kind, ident, value, _, extra in self.fabric.poller.take(RECORDS_A_BATCH):
-            self._handlers[kind](self, ident, value, extra)
+        """Handle what the poller has recorded. An error in one record costs none of the others."""
+        self._records.extend(self.fabric.poller.take(RECORDS_A_BATCH))
+        try:
+            while self._records:
+                kind, ident, value, _, extra = self._records.popleft()
+                self._handlers[kind](self, ident, value, extra)
+        finally:
+            if self._records:
+                self.loop.call_soon(self._read_records)
 
     def _reached(self, attempt: int, rows: int, extra: int) -> None:
         if attempt in self._fetches:
@@ -294,10 +309,11 @@ class Node:
             peer.lose(Failure(Reason.closed, f"{self.config.name} is closing"))
         if self._peers:
             self._idle = self.loop.create_future()
-            await self._idle
+            await asyncio.wait([self._idle], timeout=CLOSE_LINKS_S)
         await asyncio.gather(*(connection.wait_closed(GOODBYE_S) for connection in self.connections))
         self.loop.remove_reader(self.fabric.poller.fd)
         await self.loop.run_in_executor(None, self.fabric.poller.close)
+        self._read_records()  # the end of whatever was still under way
         for fetch in list(self._fetches.values()):
             fetch.release_by_fence()
         self.fabric.close()

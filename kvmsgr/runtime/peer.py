@@ -63,7 +63,10 @@ class PeerDriver:
     # What comes in
 
     def connection_made(self, connection: Connection) -> None:
-        """The control connection is up: greet."""
+        """The control connection is up: greet, unless it came too late."""
+        if self.machine.state is PeerState.gone:
+            connection.close()
+            return
         self._connection = connection
         connection.attach(self)
         self.node.connections.add(connection)

@@ -52,6 +52,7 @@ class PrefillRequest:
         num_tokens: Length of the prompt. Its last token is not prefilled: chunks stop at `num_tokens - 1`.
         tokens: The prompt, uint32, shape (num_tokens,); empty where the decoder did not send it.
         payload: Opaque bytes from the decoder's engine.
+        trace: Trace context from it.
         context: Name of each context buffer to the bytes that the engine fills, shape (slot bytes,).
     """
 
@@ -68,6 +69,7 @@ class PrefillRequest:
         self.num_tokens = dispatch.num_tokens
         self.tokens: npt.NDArray[np.uint32] = np.frombuffer(dispatch.tokens, dtype="<u4")
         self.payload = dispatch.payload
+        self.trace = dispatch.trace
         self.peer = peer
         self.tag = tag
         self.dispatch = dispatch

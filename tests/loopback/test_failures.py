@@ -236,6 +236,8 @@ async def test_what_an_engine_gets_wrong_is_told_at_once() -> None:
             decoder.fetch("r", peer, range(9), [Span(0, 0, [1, 1])])
         with pytest.raises(LayoutError, match="group 1"):
             decoder.fetch("r", peer, [1, 2], [Span(1, 0, [1])])
+        with pytest.raises(AddressError, match="expected"):
+            decoder.fetch("r", [kvmsgr.Descriptor("nowhere", "0" * 32)], [1, 2], [Span(0, 0, [1])])
         with pytest.raises(ConfigError, match="0 sources"):
             decoder.fetch("r", [], [1, 2], [Span(0, 0, [1])])
         with pytest.raises(ConfigError, match="no tokens"):
@@ -274,8 +276,10 @@ async def test_addresses_and_fabrics_that_cannot_be() -> None:
     cache = TestCache(SHAPES[0]).describe()
     with pytest.raises(ConfigError, match="sockets"):
         kvmsgr.Config(name="x", model="m", fabric="sockets")
-    with pytest.raises(ConfigError, match="listen"):
+    with pytest.raises(AddressError, match="expected"):
         kvmsgr.Config(name="x", model="m", listen="127.0.0.1:0")
+    with pytest.raises(ConfigError, match="advertise"):
+        kvmsgr.Config(name="x", model="m", listen="tcp://0.0.0.0:0")
     with pytest.raises(FabricUnavailableError, match="tcp"):
         await kvmsgr.Messenger.open(
             kvmsgr.Config(name="x", model="m", fabric="tcp", fabric_address="203.0.113.1"), cache

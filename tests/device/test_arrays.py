@@ -1,0 +1,83 @@
+"""Caches are read from tensors, from DLPack, and from addresses: same memory, same strides, no copy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import kvmsgr
+from kvmsgr.device.arrays import raw_array
+from kvmsgr.device.cache import Memory, bytes_at
+from kvmsgr.errors import LayoutError
+
+
+def test_a_torch_tensor_is_read_with_its_strides() -> None:
+    tensor = torch.zeros(4, 2, 6, dtype=torch.bfloat16).transpose(0, 1)
+    assert raw_array(tensor) == kvmsgr.RawArray(tensor.data_ptr(), (2, 4, 6), (12, 24, 2), "bfloat16", 2)
+
+
+def test_dlpack_gives_the_same_as_torch() -> None:
+    tensor = torch.zeros(4, 2, 6, dtype=torch.float16).permute(1, 0, 2)
+
+    class OnlyDlpack:
+        def __dlpack__(self, **more: object) -> object:
+            return tensor.__dlpack__(**more)
+
+        def __dlpack_device__(self) -> object:
+            return tensor.__dlpack_device__()
+
+    assert raw_array(OnlyDlpack()) == raw_array(tensor)
+
+
+def test_an_array_by_its_address_is_taken_as_it_is() -> None:
+    raw = kvmsgr.RawArray(1 << 20, (2, 3), (12, 4), "float32", 4)
+    assert raw_array(raw) is raw
+
+
+def test_what_is_no_array_is_refused_by_name() -> None:
+    with pytest.raises(LayoutError, match="list"):
+        raw_array([1, 2, 3])
+    with pytest.raises(LayoutError, match="meta"):
+        raw_array(torch.zeros(3, device="meta"))
+
+
+def test_read_only_memory_that_dlpack_refuses_is_said_so() -> None:
+    array = np.zeros(3)
+    array.flags.writeable = False
+
+    class Refusing:
+        def __dlpack__(self, **more: object) -> object:
+            raise BufferError("read only")
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return (1, 0)
+
+    with pytest.raises(LayoutError, match="read only"):
+        raw_array(Refusing())
+
+
+def test_memory_names_every_buffer_once() -> None:
+    kv = torch.zeros(3, 5, 2, 2, 4, 8)
+    hidden = torch.zeros(7, 16)
+    group = kvmsgr.CacheGroup.from_tensors([kv], "layer page plane head token dim")
+    memory = Memory.describe(kvmsgr.Cache([group]), [kvmsgr.ContextBuffer("hidden", hidden)])
+    assert [(region.address, region.num_bytes) for region in memory.regions] == [
+        (kv.data_ptr(), kv.nbytes),
+        (hidden.data_ptr(), hidden.nbytes),
+    ]
+    assert memory.num_signals == 3
+    memory.context_view(0, 2)[:] = np.arange(16, dtype=np.float32).view(np.uint8)
+    assert hidden[2].tolist() == list(range(16))
+    assert hidden[1].tolist() == hidden[3].tolist() == [0] * 16
+
+
+def test_a_cache_without_groups_is_refused() -> None:
+    with pytest.raises(LayoutError, match="at least one group"):
+        Memory.describe(kvmsgr.Cache([]))
+
+
+def test_bytes_at_is_a_view() -> None:
+    array = np.zeros(4, np.uint8)
+    bytes_at(array.ctypes.data, 4)[:] = 7
+    assert array.tolist() == [7, 7, 7, 7]

@@ -1,0 +1,88 @@
+"""Which provider is chosen, and what is said when none can be."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvmsgr._ext import native
+from kvmsgr.errors import FabricUnavailableError
+from kvmsgr.fabric import leftovers
+from kvmsgr.fabric.choice import candidates
+from kvmsgr.fabric.libfabric import FabricSettings, StateView, open_fabric
+
+
+def settings(fabric: str, local: bool, tmp_path: Path) -> FabricSettings:
+    return FabricSettings(fabric, local, "127.0.0.1", "ab" * 16, 1024, None, None, str(tmp_path))
+
+
+def test_auto_prefers_shared_memory_only_where_every_peer_is_on_this_host() -> None:
+    assert candidates("auto", local=True)[0] == "shm"
+    assert "shm" not in candidates("auto", local=False)
+    assert candidates("net", local=True) == ("net",)
+
+
+@pytest.mark.parametrize(("fabric", "local"), [("auto", True), ("auto", False), ("net", True), ("shm", True)])
+def test_what_is_chosen_passed_the_self_test_and_says_why(fabric: str, local: bool, tmp_path: Path) -> None:
+    memory = np.zeros(4096, np.uint8)
+    opened = open_fabric(settings(fabric, local, tmp_path), [(memory.ctypes.data, memory.nbytes)])
+    try:
+        assert "passed the self-test" in opened.choice.why
+        assert opened.choice.provider in opened.choice.why
+        on_this_host = fabric == "shm" or (fabric == "auto" and local)
+        assert opened.choice.provider in (("shm",) if on_this_host else ("net", "tcp"))
+    finally:
+        opened.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_provider_that_is_not_there_is_named_with_what_there_is(tmp_path: Path) -> None:
+    with pytest.raises(FabricUnavailableError) as raised:
+        open_fabric(settings("no-such-provider", True, tmp_path), [])
+    assert "no-such-provider" in str(raised.value)
+    assert "shm" in str(raised.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_fallback_of_auto_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    real = native.Poller
+
+    def without_shm(provider: str, *arguments: object, **more: object) -> native.Poller:
+        if provider == "shm":
+            raise native.NativeError("shm is broken here", "fi_getinfo", 61, "shm")
+        return real(provider, *arguments, **more)  # type: ignore[arg-type]  # handed through
+
+    monkeypatch.setattr(native, "Poller", without_shm)
+    opened = open_fabric(settings("auto", True, tmp_path), [])
+    try:
+        assert opened.choice.provider in ("tcp", "net")
+        assert "shm is broken here" in opened.choice.why
+    finally:
+        opened.close()
+
+
+def test_what_dead_processes_left_is_swept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    child = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    dead = int(child.stdout)
+    monkeypatch.setattr(leftovers, "SHARED_MEMORY", tmp_path)
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    kept = [f"kvmsgr-{os.getpid()}-aa.state", f"{os.getpid()}:{os.getuid()}:0", f"{dead}:{os.getuid() + 1}:0", "other"]
+    for name in [f"kvmsgr-{dead}-aa.state", f"{dead}:{os.getuid()}:3", *kept]:
+        (tmp_path / name).touch()
+    leftovers.sweep_leftovers()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
+
+
+def test_the_state_of_a_messenger_can_be_read_from_outside(tmp_path: Path) -> None:
+    path = str(tmp_path / "state")
+    state = native.StateFile(path, incarnation=5)
+    state.open_attempt(3, 100, "a request with a long name, " * 5)
+    with StateView(path) as view:
+        assert view.landed_rows("a request with a long name, " * 5) == 0
+        assert view.landed_rows("another") is None
+    state.close()
