@@ -21,7 +21,7 @@ async def fail(channel: Channel, options: object) -> None:
 
 async def hang(channel: Channel, options: object) -> None:
     channel.send(os.getpid())
-    await asyncio.Event().wait()
+    await channel.run(asyncio.sleep(3600))
 
 
 def main() -> None:

@@ -74,6 +74,10 @@ class DecodeNode:
         answer = Answer(generation.tokens, torch.stack(generation.logits), hidden)
         return Delivery(answer, len(destination), arrival.rows, arrived_s)
 
+    async def quiet(self) -> None:
+        """Wait until the pages of all failed requests are back."""
+        await asyncio.gather(*self._cleanups)
+
     async def run(self) -> None:
         """Run decode steps until cancelled."""
         loop = asyncio.get_running_loop()

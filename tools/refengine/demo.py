@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import shutil
 import signal
 import sys
@@ -20,6 +21,7 @@ from .cache import PagedCache
 from .decode import Delivery
 from .engine import Engine
 from .loader import Checkpoint, load
+from .model import MAX_POSITIONS
 from .processes import Children, DemoFailed
 from .reference import Answer, run_alone
 from .report import PromptReport, Report
@@ -32,7 +34,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "tools/demo",
         description=__doc__,
-        epilog="Exit codes: 0 every logit row is equal, 1 something differs or failed, 2 wrong usage.",
+        epilog="Exit codes: 0 every logit row is equal, 1 something differs or failed, 2 wrong usage, 130 interrupted.",
     )
     add = parser.add_argument
     add("--prompts", type=positive, default=8, metavar="N", help="number of built-in prompts (default: 8)")
@@ -63,9 +65,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the children are ended in order
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(2 * options.time_limit, exit=True)  # should even the time limit be stuck
+    try:
+        questions = texts.from_file(options.prompt_file) if options.prompt_file else texts.built_in(options.prompts)
+    except (OSError, ValueError) as error:
+        print(f"tools/demo: {error}", file=sys.stderr)
+        return 2
     log_folder = None if options.verbose else Path(tempfile.mkdtemp(prefix="kvmsgr-demo-"))
     try:
-        report = run(options, log_folder)
+        report = run(options, questions, log_folder)
+    except KeyboardInterrupt:
+        print("interrupted")
+        return 130
     except DemoFailed as error:
         print(f"demo FAILED\n{error}")
         if log_folder:
@@ -79,10 +90,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if report.ok else 1
 
 
-def run(options: argparse.Namespace, log_folder: Path | None) -> Report:
+def run(options: argparse.Namespace, questions: Sequence[str], log_folder: Path | None) -> Report:
+    """Answer the questions over two processes and in one, and compare. Raises DemoFailed."""
     checkpoint = load()
-    questions = texts.from_file(options.prompt_file) if options.prompt_file else texts.built_in(options.prompts)
     prompts = {f"prompt-{index}": checkpoint.encode_chat(text) for index, text in enumerate(questions)}
+    for request_id, prompt in prompts.items():
+        if len(prompt) + options.new_tokens > MAX_POSITIONS:
+            raise DemoFailed(f"{request_id} has {len(prompt)} tokens; the model has room for {MAX_POSITIONS} in all")
     pages = [-(-(len(prompt) + options.new_tokens) // options.page_tokens) for prompt in prompts.values()]
     for_decode = roles.RoleOptions(
         num_pages=sum(pages),

@@ -12,6 +12,8 @@ import kvmsgr
 from .cache import DIMS
 from .engine import Engine
 
+STALL_S = 1.0  # without a row landing, once all is posted: on one machine this is long
+
 
 async def open_messenger(name: str, engine: Engine, hidden: Tensor, fabric: str) -> kvmsgr.Messenger:
     """Open a Messenger that moves the pages of an engine's cache and, a request, one hidden state.
@@ -23,7 +25,9 @@ async def open_messenger(name: str, engine: Engine, hidden: Tensor, fabric: str)
         fabric: As in `kvmsgr.Config`.
     """
     group = kvmsgr.CacheGroup.from_tensors([engine.cache.tensor], dims=DIMS[engine.cache.layout], name="kv")
-    config = kvmsgr.Config(name=name, fabric=fabric, model=f"smollm2-135m@{engine.checkpoint.fingerprint}")
+    config = kvmsgr.Config(
+        name=name, fabric=fabric, model=f"smollm2-135m@{engine.checkpoint.fingerprint}", stall_s=STALL_S
+    )
     context = [kvmsgr.ContextBuffer("hidden", hidden)]
     return await kvmsgr.Messenger.open(config, kvmsgr.Cache(groups=[group]), context)
 

@@ -46,7 +46,7 @@ class PrefillNode:
         messenger: kvmsgr.Messenger,
         *,
         step_tokens: int,
-        max_running: int = 3,
+        max_running: int = 2,
         post_at_end: bool = False,
         before_last_signal: Callable[[str], None] = ignore,
     ) -> None:
@@ -77,6 +77,7 @@ class PrefillNode:
     async def drained(self) -> None:
         """Wait until the decoders have said what became of every request served so far; see `outcomes`."""
         await asyncio.gather(*self._followers)
+        self._free_released()
 
     async def _follow(self, served: Served) -> None:
         """Take the pages back when nothing reads them any more, whether the request went well or failed half-way."""

@@ -40,7 +40,7 @@ class Channel:
     """A child's end of its pipe. Objects travel as plain pickles: tensors by value."""
 
     def __init__(self, role: str, pipe: Connection) -> None:
-        self._role, self._pipe = role, pipe
+        self._role, self._pipe, self._failed = role, pipe, False
 
     def send(self, message: object) -> None:
         self._pipe.send_bytes(pickle.dumps(message))
@@ -55,14 +55,25 @@ class Channel:
             loop.remove_reader(self._pipe.fileno())
         return pickle.loads(self._pipe.recv_bytes())
 
+    async def run(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run the part of a role that SIGTERM may cut short, and tell the parent about an error at once.
+
+        What the caller does afterwards, such as closing its messenger, is not cut short any more.
+        """
+        task = asyncio.ensure_future(work)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        with self.reporting():
+            await task
+
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """Tell the parent about an error at once, before anything is torn down."""
+        """Tell the parent about an error, once."""
         try:
             yield
         except Exception as error:
-            texts = tuple(f"{type(leaf).__name__}: {leaf}" for leaf in leaves(error))
-            self.send(Failure(self._role, texts))
+            if not self._failed:
+                self._failed = True
+                self.send(Failure(self._role, tuple(f"{type(leaf).__name__}: {leaf}" for leaf in leaves(error))))
             raise
 
 
@@ -102,7 +113,7 @@ class Children:
 
     Args:
         time_limit_s: For everything together; a child that is stuck ends by itself shortly after.
-        log_folder: Where each child's stderr goes; None: to ours.
+        log_folder: Where each child's output goes; None: to our stderr.
     """
 
     def __init__(self, time_limit_s: float, log_folder: Path | None) -> None:
@@ -162,18 +173,12 @@ def child_main(name: str, role: Role, options: object, pipe: Connection, log: Pa
     threading.Thread(target=follow_parent, daemon=True).start()
     if log:
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), 2)
+    os.dup2(2, 1)  # structlog prints to stdout; that belongs to the report
     faulthandler.dump_traceback_later(time_limit_s + 2 * GRACE_S, exit=True)
     torch.set_num_threads(1)
     channel = Channel(name, pipe)
     with channel.reporting():
-        asyncio.run(cancelled_by_sigterm(role(channel, options)))
-
-
-async def cancelled_by_sigterm(work: Coroutine[Any, Any, None]) -> None:
-    """Run so that SIGTERM unwinds the role and its messenger is closed, instead of leaving its files behind."""
-    task = asyncio.ensure_future(work)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    await task
+        asyncio.run(role(channel, options))
 
 
 def follow_parent() -> None:

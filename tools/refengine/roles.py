@@ -90,53 +90,48 @@ async def prefill(channel: Channel, options: RoleOptions) -> None:
     """The prefill process."""
     engine = make_engine(options)
     hidden = torch.zeros(options.num_requests, engine.config.hidden)
-    messenger = await open_messenger("prefill", engine, hidden, options.fabric)
-    try:
-        with channel.reporting():
-            channel.send(ready(messenger))
-            serve: Serve = await channel.receive()
-            landed: dict[str, int] = {}
+    async with await open_messenger("prefill", engine, hidden, options.fabric) as messenger:
+        await channel.run(serve(channel, options, engine, messenger))
 
-            def look(request_id: str) -> None:
-                landed[request_id] = landed_rows(serve.decoder_state_path, request_id) or 0
 
-            node = PrefillNode(
-                engine,
-                messenger,
-                step_tokens=options.step_tokens,
-                post_at_end=options.post_at_end,
-                before_last_signal=look,
-            )
-            if options.corrupt_write:
-                messenger.inject("corrupt", options.corrupt_write)
-            if options.drop_write:
-                messenger.inject("drop", options.drop_write)
-            async with asyncio.TaskGroup() as group:
-                running = group.create_task(node.run())
-                await channel.receive()  # Stop
-                await node.drained()
-                running.cancel()
-            stats = messenger.stats()
-            channel.send(Served(landed, node.outcomes, stats["posted_writes"], stats["posted_bytes"]))
-    finally:
-        await messenger.close()
+async def serve(channel: Channel, options: RoleOptions, engine: Engine, messenger: kvmsgr.Messenger) -> None:
+    channel.send(ready(messenger))
+    order: Serve = await channel.receive()
+    landed: dict[str, int] = {}
+
+    def look(request_id: str) -> None:
+        landed[request_id] = landed_rows(order.decoder_state_path, request_id) or 0
+
+    for kind, nth in (("corrupt", options.corrupt_write), ("drop", options.drop_write)):
+        if nth is not None:
+            messenger.inject(kind, nth)
+    node = PrefillNode(
+        engine, messenger, step_tokens=options.step_tokens, post_at_end=options.post_at_end, before_last_signal=look
+    )
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(node.run())
+        await channel.receive()  # Stop
+        await node.drained()
+        running.cancel()
+    stats = messenger.stats()
+    channel.send(Served(landed, node.outcomes, stats["posted_writes"], stats["posted_bytes"]))
 
 
 async def decode(channel: Channel, options: RoleOptions) -> None:
     """The decode process."""
     engine = make_engine(options)
     hidden = torch.full((options.num_requests, engine.config.hidden), torch.nan)
-    messenger = await open_messenger("decode", engine, hidden, options.fabric)
-    try:
-        with channel.reporting():
-            channel.send(ready(messenger))
-            order: Generate = await channel.receive()
-            node = DecodeNode(engine, messenger, options.new_tokens)
-            async with asyncio.TaskGroup() as group:
-                running = group.create_task(node.run())
-                answers = [node.answer(order.source, *prompt) for prompt in order.prompts.items()]
-                deliveries: list[Delivery] = await asyncio.gather(*answers)
-                running.cancel()
-            channel.send(dict(zip(order.prompts, deliveries, strict=True)))
-    finally:
-        await messenger.close()
+    async with await open_messenger("decode", engine, hidden, options.fabric) as messenger:
+        await channel.run(generate(channel, options, engine, messenger))
+
+
+async def generate(channel: Channel, options: RoleOptions, engine: Engine, messenger: kvmsgr.Messenger) -> None:
+    channel.send(ready(messenger))
+    order: Generate = await channel.receive()
+    node = DecodeNode(engine, messenger, options.new_tokens)
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(node.run())
+        answers = [node.answer(order.source, *prompt) for prompt in order.prompts.items()]
+        deliveries: list[Delivery] = await asyncio.gather(*answers)
+        running.cancel()
+    channel.send(dict(zip(order.prompts, deliveries, strict=True)))
