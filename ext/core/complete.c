@@ -64,7 +64,9 @@ unsigned kv_complete(struct kv_poller *p, bool *emptied)
             land(p, (uint32_t)entry[i].data);
         } else if (entry[i].op_context) {
             kv_count(&p->stats.completed_writes, 1);
-            kv_link_retire_op(p, entry[i].op_context);
+            struct kv_op *op = entry[i].op_context;
+            op->link->established = true;
+            kv_link_retire_op(p, op);
         }
     }
     if (num >= 0)

@@ -125,36 +125,60 @@ void kv_link_stop_tag(struct kv_poller *p, struct kv_link *l, uint32_t tag)
     }
 }
 
+/* ---- closing: a fence, so `closed` may only be said when nothing can land and nothing of ours is read any more ---- */
+/* libfabric 1.17's net frees a listener but not what it has just accepted, and crashes when the peer's request comes in
+   after that. A link that never completed anything may be in the middle of this: it is polled a little longer. */
+#define LINGER_NS (2 * KV_MS)
+
 void kv_link_close(struct kv_poller *p, struct kv_link *l)
 {
     if (l->closing)
         return;
     l->closing = true;
+    l->close_at_ns = l->established ? 0 : kv_now_ns() + LINGER_NS;
+    p->num_closing++;
     stop_transfers(p, l);
+    if (l->established)
+        kv_link_go_on_closing(p, false);
+}
+
+static void close_endpoint(struct kv_poller *p, struct kv_link *l)
+{
     int rc = kv_endpoint_close(&l->endpoint);
     for (uint32_t i = 0; i < l->num_regions && !rc; i++)
         rc = kv_region_close(&l->regions[i]);
-    if (rc) {   /* no fence: it must never be reported closed */
+    l->closed = !rc;
+    if (rc) {   /* no fence: it is never reported closed */
         kv_count(&p->stats.errors, 1);
         kv_report(p, KV_LINK_FAILED, l->id, (uint64_t)-rc, KV_FAILED_CLOSE);
-        return;
+        l->close_at_ns = UINT64_MAX;
+        p->num_closing--;
     }
-    p->num_closing++;
 }
 
-void kv_link_finish_closing(struct kv_poller *p)
+static void end_link(struct kv_poller *p, struct kv_link *l)
 {
-    for (uint32_t slot = 0; slot < KV_MAX_LINKS && p->num_closing; slot++) {
+    uint32_t slot = kv_link_slot(l->id);
+    KV_EACH(node, &l->flying_ops)   /* a closed shm endpoint completes nothing */
+        kv_link_retire_op(p, KV_OF(node, struct kv_op, node));
+    kv_report(p, KV_LINK_CLOSED, l->id, 0, 0);
+    kv_link_free(l);
+    p->links[slot] = NULL;
+    p->num_closing--;
+    atomic_store_explicit(&p->link_slot_busy[slot], false, memory_order_release);
+}
+
+void kv_link_go_on_closing(struct kv_poller *p, bool emptied)
+{
+    uint64_t now_ns = kv_now_ns();
+    for (uint32_t slot = 0; slot < KV_MAX_LINKS; slot++) {
         struct kv_link *l = p->links[slot];
-        if (!l || !l->closing || l->endpoint.ep)
+        if (!l || !l->closing)
             continue;
-        KV_EACH(node, &l->flying_ops)   /* a closed shm endpoint completes nothing */
-            kv_link_retire_op(p, KV_OF(node, struct kv_op, node));
-        kv_report(p, KV_LINK_CLOSED, l->id, 0, 0);
-        kv_link_free(l);
-        p->links[slot] = NULL;
-        p->num_closing--;
-        atomic_store_explicit(&p->link_slot_busy[slot], false, memory_order_release);
+        if (l->closed && emptied)
+            end_link(p, l);
+        else if (!l->closed && now_ns >= l->close_at_ns)
+            close_endpoint(p, l);
     }
 }
 

@@ -28,7 +28,10 @@ struct kv_link {
     uint32_t id;                  /* number << KV_LINK_SLOT_BITS | slot: never the same twice */
     _Atomic bool opened;
     bool connected;               /* callers' side: connect was asked for */
-    bool failed, closing;         /* poller's side */
+    bool failed;                  /* poller's side: nothing more is posted */
+    bool closing, closed;         /* it ends; its endpoint is gone */
+    bool established;             /* an operation has completed */
+    uint64_t close_at_ns;
 
     struct kv_endpoint endpoint;
     uint32_t num_regions;
@@ -63,9 +66,10 @@ struct kv_link *kv_link_find(struct kv_poller *p, uint32_t id);   /* NULL: close
 void kv_link_open(struct kv_poller *p, struct kv_link *l);
 void kv_link_connect(struct kv_poller *p, struct kv_link *l);
 void kv_link_fail(struct kv_poller *p, struct kv_link *l, int error, enum kv_link_failure what);
-/* Closes the endpoint. The link ends when the completion queue has been read to its end after this. */
+/* Stops everything on it. It ends when its endpoint is closed and the completion queue has been read to its end. */
 void kv_link_close(struct kv_poller *p, struct kv_link *l);
-void kv_link_finish_closing(struct kv_poller *p);
+/* After each read of the completion queue while something closes; `emptied`: it gave fewer entries than asked. */
+void kv_link_go_on_closing(struct kv_poller *p, bool emptied);
 void kv_link_stop_tag(struct kv_poller *p, struct kv_link *l, uint32_t tag);
 void kv_link_check_timeouts(struct kv_poller *p);
 /* An operation has come back, by completion, by injected drop, or by the close of its endpoint. */

@@ -117,8 +117,8 @@ static bool round_once(struct kv_poller *p)
     bool emptied;
     kv_count(&p->stats.rounds, 1);
     unsigned work = obey_batch(p) + kv_watch(p) + kv_post(p) + kv_complete(p, &emptied);
-    if (p->num_closing && emptied)
-        kv_link_finish_closing(p);
+    if (p->num_closing)
+        kv_link_go_on_closing(p, emptied);
     if (p->backlog_head < p->backlog_tail)
         flush_backlog(p);
     return work;
@@ -208,10 +208,11 @@ void kv_poller_wind_down(struct kv_poller *p)
     for (uint32_t slot = 0; slot < KV_MAX_LINKS; slot++)
         if (p->links[slot])
             kv_link_close(p, p->links[slot]);
-    bool emptied = false;
-    while (p->num_closing && !emptied)
+    bool emptied;
+    while (p->num_closing) {
         kv_complete(p, &emptied);
-    kv_link_finish_closing(p);
+        kv_link_go_on_closing(p, emptied);
+    }
     for (uint32_t slot = 0; slot < KV_MAX_LINKS; slot++)
         if (p->links[slot])   /* its endpoint would not close, and has been reported */
             kv_link_free(p->links[slot]);

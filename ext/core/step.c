@@ -90,21 +90,27 @@ static bool look(struct kv_poller *p, struct kv_step *s)
     return true;
 }
 
-/* Takes the step off its stream and gives its ring slot back; what still waits for bumps is stopped. */
+/* The ring slot may carry another ticket. Before any record says that the step is over. */
+static void give_slot_back(struct kv_step *s)
+{
+    uint32_t num_slots = s->stream->counter->num_slots;
+    atomic_store_explicit(&s->stream->turns[s->ticket % num_slots], s->ticket + num_slots, memory_order_release);
+}
+
+/* What still waits for bumps is stopped. */
 static void remove_step(struct kv_poller *p, struct kv_step *s)
 {
     KV_EACH(node, &s->transfers)
         kv_transfer_stop(p, KV_OF(node, struct kv_transfer, in_step));
     uncount(p, s);
     kv_list_remove(&s->in_stream);
-    uint32_t num_slots = s->stream->counter->num_slots;
-    atomic_store_explicit(&s->stream->turns[s->ticket % num_slots], s->ticket + num_slots, memory_order_release);
     kv_step_free(s);
 }
 
 static void finish(struct kv_poller *p, struct kv_step *s, enum kv_step_fault when_short)
 {
     look(p, s);   /* its last bumps may have come after the later ticket was issued to us */
+    give_slot_back(s);
     uint32_t bumps = kv_word_bumps(s->word);
     if (!s->faulted && bumps < s->num_bumps)
         fault(p, s, when_short);
@@ -146,8 +152,10 @@ void kv_step_abandon(struct kv_poller *p, struct kv_stream *stream, uint64_t tic
 {
     KV_EACH(node, &stream->steps) {
         struct kv_step *s = KV_OF(node, struct kv_step, in_stream);
-        if (s->ticket == ticket)
+        if (s->ticket == ticket) {
+            give_slot_back(s);
             remove_step(p, s);
+        }
     }
 }
 

@@ -7,6 +7,7 @@ import select
 import time
 from collections.abc import Sequence
 from types import TracebackType
+from typing import TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -20,15 +21,26 @@ NUM_PAGES = 64
 NUM_LAYERS = 4
 LAYER_BYTES = PAGE_BYTES * NUM_PAGES
 DEADLINE_S = 20.0
+SLOT, GENERATION = 5, 3
+IMMEDIATE = SLOT << 18 | GENERATION << 14
 
 Record = tuple[int, int, int, int, int]
 Pairs = Sequence[tuple[int, int]]
 
 
+class Options(TypedDict, total=False):
+    """Of a poller."""
+
+    max_write_bytes: int
+    link_bytes: int
+    op_timeout_ns: int
+    spin: bool
+
+
 class Node:
     """A poller with one region of memory: NUM_LAYERS layers of NUM_PAGES pages."""
 
-    def __init__(self, provider: str, **options: int) -> None:
+    def __init__(self, provider: str, **options: Unpack[Options]) -> None:
         self.memory = np.zeros(NUM_LAYERS * LAYER_BYTES, dtype=np.uint8)
         self.state = native.StateFile(None, incarnation=secrets.randbits(64))
         self.poller = native.Poller(provider, self.state, **options)
@@ -54,6 +66,12 @@ class Node:
             select.select([self.poller.fd], [], [], left)
             self.seen += self.poller.take()
 
+    def drain(self, *kinds: int) -> list[Record]:
+        """All records of these kinds that have been made so far."""
+        while batch := self.poller.take():
+            self.seen += batch
+        return [record for record in self.seen if record[0] in kinds]
+
     def open_link(self) -> int:
         link = self.poller.open_link([secrets.randbits(63)])
         self.wait(native.LINK_OPENED, link)
@@ -62,37 +80,55 @@ class Node:
     def close(self) -> None:
         self.poller.close()
         self.state.close()
+        del self.counter
 
 
 class Pair:
     """`source` writes to `target` over one link."""
 
-    def __init__(self, provider: str, window: int = 64, **options: int) -> None:
+    def __init__(self, provider: str, window: int = 64, **options: Unpack[Options]) -> None:
         self.source = Node(provider, **options)
         self.target = Node(provider, **options)
         self.source.memory[:] = np.random.default_rng(7).integers(1, 256, self.source.memory.size, dtype=np.uint8)
-        self.link, self.target_link = connect(self.source, self.target, window)
+        self.window = window
+        self.num_dropped = 0
+        self.reconnect()
+
+    def reconnect(self) -> None:
+        """Pairs the two by a new link."""
+        self.link, self.target_link = connect(self.source, self.target, self.window)
         self.template = add_template(self.source, self.link)
 
     def begin(
         self,
         pairs: Pairs,
         *,
-        slot: int = 5,
-        generation: int = 3,
         tag: int = 1,
         ready: bool = False,
         num_bumps: int = NUM_LAYERS,
         deadline_s: float = DEADLINE_S,
     ) -> int:
         """Arms one transfer of whole pages, as a step of the source's counter."""
-        transfer = (self.link, self.template, slot << 18 | generation << 14, tag, ready)
+        transfer = (self.link, self.template, IMMEDIATE, tag, ready)
         return begin(self.source, [(transfer, pairs)], num_bumps, deadline_s)
 
-    def expect(self, num_pages: int, *, attempt: int = 1, slot: int = 5, generation: int = 3) -> None:
-        state = self.target.state
-        state.open_attempt(attempt, num_pages * PAGE_ROWS * NUM_LAYERS, f"attempt-{attempt}")
-        state.link_slot(slot, generation, attempt)
+    def begin_nothing(self, num_bumps: int = NUM_LAYERS) -> int:
+        """A step of the source without transfers."""
+        return begin(self.source, [], num_bumps)
+
+    def expect(self, num_pages: int) -> None:
+        self.expect_rows(num_pages * PAGE_ROWS * NUM_LAYERS)
+
+    def expect_rows(self, num_rows: int, *, attempt: int = 1) -> None:
+        """Attempt 1 of the target counts what lands in the slot that `begin` names."""
+        self.target.state.open_attempt(attempt, num_rows, f"attempt-{attempt}")
+        self.target.state.link_slot(SLOT, GENERATION, attempt)
+
+    def wait_landed(self, stat: str, num: int) -> None:
+        """Until `stat` of the target says that so much has landed in all, expected or not."""
+        limit_ns = native.monotonic_ns() + int(DEADLINE_S * 1e9)
+        while (stats := self.target.poller.stats())[stat] < num:
+            assert native.monotonic_ns() < limit_ns, stats
 
     def run_step(self, ticket: int, num_bumps: int = NUM_LAYERS) -> None:
         self.source.counter.start(ticket)
@@ -106,7 +142,32 @@ class Pair:
     def __enter__(self) -> Pair:
         return self
 
+    def inject_drop(self, nth: int) -> None:
+        self.source.poller.inject("drop", nth)
+        self.num_dropped += 1
+
+    def settle(self) -> None:
+        """Waits until the source posts nothing more and all of it has landed.
+
+        Within one process libfabric's shm lends each endpoint the other's memory: closing one while a write is under way
+        crashes the other. Two processes are safe.
+        """
+        before: tuple[int, int] | None = None
+        while (now := self.tried()) != before:
+            before = now
+            self.wait_landed("landed_writes", now[0] - self.num_dropped)
+            rounds = self.source.poller.stats()["rounds"]
+            while self.source.poller.stats()["rounds"] < rounds + 3:  # what the words released has been tried
+                pass
+
+    def tried(self) -> tuple[int, int]:
+        """Writes that the source has posted, and those that the provider has put off."""
+        stats = self.source.poller.stats()
+        return stats["posted_writes"], stats["again"]
+
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self.source.poller.provider == "shm" and not self.source.poller.closed:
+            self.settle()
         self.source.close()
         self.target.close()
 
@@ -115,8 +176,7 @@ def connect(source: Node, target: Node, window: int = 64) -> tuple[int, int]:
     """Opens a link on both and pairs them."""
     ours, theirs = source.open_link(), target.open_link()
     for node, link, peer, peer_link in ((source, ours, target, theirs), (target, theirs, source, ours)):
-        address, regions = peer.poller.link_address(peer_link), peer.poller.link_regions(peer_link)
-        node.poller.connect_link(link, address, regions, window)
+        node.poller.connect_link(link, peer.poller.link_address(peer_link), peer.poller.link_regions(peer_link), window)
     return ours, theirs
 
 

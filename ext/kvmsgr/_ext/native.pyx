@@ -117,15 +117,16 @@ cdef class StateFile:
 
     def __cinit__(self, path, *, uint64_t incarnation, bint writable=True):
         cdef kv_error e
+        cdef bytes raw = b"" if path is None else os.fsencode(path)
+        cdef char *name = raw
         self.path = None if path is None else os.fspath(path)
         self.writable = writable
-        raw = None if path is None else os.fsencode(path)
         if writable:
-            self.state = kv_state_create(NULL if raw is None else <const char *>raw, incarnation, &e)
-        elif raw is None:
+            self.state = kv_state_create(NULL if path is None else name, incarnation, &e)
+        elif path is None:
             raise ValueError("looking into a state file needs its path")
         else:
-            self.state = kv_state_look(raw, &e)
+            self.state = kv_state_look(name, &e)
         if self.state == NULL:
             raise _error(&e)
 
@@ -332,11 +333,12 @@ cdef class Poller:
         cdef kv_config config
         cdef bytes raw_provider = provider.encode()
         cdef bytes raw_node = b"" if node is None else node.encode()
+        cdef char *node_name = raw_node
         state._check(True)
         if core < -1 or core >= 1024 or not cq_entries or not max_write_bytes or not link_bytes or not sleep_max_ns:
             raise ValueError("core, cq_entries, max_write_bytes, link_bytes or sleep_max_ns is out of range")
         config.provider = raw_provider
-        config.node = NULL if node is None else <const char *>raw_node
+        config.node = NULL if node is None else node_name
         config.core = core
         config.cq_entries = cq_entries
         config.spin = (os.cpu_count() or 1) > 2 if spin is None else spin
@@ -367,6 +369,7 @@ cdef class Poller:
         self.closed = True
         with nogil:
             kv_poller_close(self.poller)
+        self.counters = []
 
     def self_test(self):
         """Writes with immediate through the provider, the way production does. Before the first link or step.
@@ -526,7 +529,7 @@ cdef class Poller:
             RingFullError: too many steps are outstanding. Nothing was armed.
         """
         cdef kv_error e
-        cdef size_t num = len(transfers)
+        cdef Py_ssize_t num = len(transfers)
         cdef uint64_t ticket = 0
         cdef uint64_t latest = _LONGEST_NS - kv_now_ns()
         cdef int64_t page_at, page_end, edge_at, edge_end

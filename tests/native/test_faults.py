@@ -1,0 +1,85 @@
+"""Faults on purpose, and rows that nobody expects."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvmsgr._ext import native
+from tests.native.loopback import GENERATION, NUM_LAYERS, PAGE_ROWS, SLOT, Pair
+
+PAIRS = [(0, 1), (2, 0), (4, 5)]
+ALL_ROWS = len(PAIRS) * PAGE_ROWS * NUM_LAYERS
+
+
+def test_a_dropped_write_is_reported_sent_and_never_lands(pair: Pair) -> None:
+    pair.expect_rows(ALL_ROWS - PAGE_ROWS)
+    pair.inject_drop(2)
+    pair.run_step(pair.begin(PAIRS))
+    assert pair.source.wait(native.SENT)[2] == ALL_ROWS
+    pair.target.wait(native.REACHED)
+    assert not pair.target.pages[0, 0].any()
+    pair.assert_moved([(0, 1), (4, 5)])
+
+
+def test_a_corrupted_write_differs_in_one_byte(pair: Pair) -> None:
+    source = pair.source.memory.copy()
+    pair.expect(len(PAIRS))
+    pair.source.poller.inject("corrupt", 3)
+    pair.run_step(pair.begin(PAIRS))
+    pair.target.wait(native.REACHED)
+    pair.source.wait(native.SENT)
+    wrong = np.argwhere(pair.target.pages[0, 5] != pair.source.pages[0, 4])
+    assert wrong.tolist() == [[1]]  # the high byte of a 2-byte element
+    assert pair.target.pages[0, 5, 1] == pair.source.pages[0, 4, 1] ^ 0xFF
+    pair.assert_moved(PAIRS[:2])
+    np.testing.assert_array_equal(pair.source.memory, source)
+
+
+def test_a_fault_needs_a_name_and_a_number(pair: Pair) -> None:
+    with pytest.raises(ValueError, match="no fault 'melt'"):
+        pair.source.poller.inject("melt", 1)
+    with pytest.raises(ValueError, match="from 1"):
+        pair.source.poller.inject("drop", 0)
+
+
+def test_more_rows_than_expected_are_an_overflow_once(pair: Pair) -> None:
+    pair.expect_rows(PAGE_ROWS + 1)
+    pair.run_step(pair.begin(PAIRS))
+    _, attempt, rows, _, slot_index = pair.target.wait(native.OVERFLOW)
+    assert (attempt, rows, slot_index) == (1, 2 * PAGE_ROWS, SLOT << 4 | GENERATION)
+    pair.wait_landed("landed_rows", ALL_ROWS)
+    assert not pair.target.drain(native.OVERFLOW, native.REACHED)
+
+
+def test_rows_for_nobody_are_strays_once_a_slot(pair: Pair) -> None:
+    pair.run_step(pair.begin(PAIRS))
+    assert pair.target.wait(native.STRAY)[1] == SLOT << 4 | GENERATION
+    pair.wait_landed("landed_rows", ALL_ROWS)
+    assert not pair.target.drain(native.STRAY)
+    assert pair.target.poller.stats()["strays"] == len(PAIRS) * NUM_LAYERS
+
+    pair.expect(len(PAIRS))
+    pair.target.state.unlink_slot(SLOT, GENERATION)
+    pair.run_step(pair.begin(PAIRS))
+    pair.target.wait(native.STRAY)
+    assert pair.target.state.attempt_rows(1) == 0
+
+
+def test_an_ended_attempt_still_counts(pair: Pair) -> None:
+    pair.expect(len(PAIRS))
+    pair.target.state.end_attempt(1)
+    assert pair.target.state.expecting == 0
+    pair.run_step(pair.begin(PAIRS))
+    assert pair.target.wait(native.REACHED)[2] == ALL_ROWS
+    assert pair.target.state.slot_rows(SLOT, GENERATION) == ALL_ROWS
+    assert native.ATTEMPT_STATES[pair.target.state.attempts()[0][1]] == "ended"
+
+
+def test_an_idle_poller_sleeps_and_wakes_for_a_command(pair: Pair) -> None:
+    limit_ns = native.monotonic_ns() + 10**10
+    while not pair.source.poller.stats()["sleeps"]:  # two seconds after it was connected
+        assert native.monotonic_ns() < limit_ns, pair.source.poller.stats()
+    pair.expect(len(PAIRS))
+    pair.run_step(pair.begin(PAIRS))
+    pair.target.wait(native.REACHED)
