@@ -144,7 +144,7 @@ async def test_a_peer_that_closes_fails_the_requests_of_the_other(fabric: str, w
     async with pair(fabric) as both:
         fetch, request = await started(both)
         both.run(both.prefiller.messenger.begin_step([Chunk(request, 0, PAGE_TOKENS, [Span(0, 0, SRC)])]), 1, SRC)
-        # Over shm both ends are in this process, where libfabric 1.17 crashes when one is closed under the other's writes.
+        # Over shm both ends are in this process: libfabric 1.17 crashes when one closes under writes of the other.
         await until(lambda: fetch.rows_landed == PAGE_TOKENS * ROWS_A_POSITION, "the first chunk landed")
         await within(getattr(both, who).messenger.close())
         with pytest.raises(kvmsgr.errors.TransferError) as raised:
