@@ -1,0 +1,1 @@
+"""Benchmarks that print each figure beside the limit the same run measured."""
