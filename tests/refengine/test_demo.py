@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -19,23 +20,31 @@ ROOT = Path(__file__).parents[2]
 ROWS_A_TOKEN = 30 * 2 * 3  # layers, planes, KV heads
 
 
-def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
+def demo(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tools.refengine", "--new-tokens", "6", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    environment = os.environ | {"TMPDIR": str(folder)}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
 
 
-def report_of(path: Path, *arguments: str) -> dict[str, Any]:
-    done = demo("--json", str(path), *arguments)
+def report_of(folder: Path, *arguments: str) -> dict[str, Any]:
+    done = demo(folder, "--json", str(folder / "report.json"), *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
-    report: dict[str, Any] = json.loads(path.read_text())
+    report: dict[str, Any] = json.loads((folder / "report.json").read_text())
     assert done.stdout.splitlines()[-1] == f"bitwise equal: {len(report['prompts'])}/{len(report['prompts'])}"
     return report
 
 
+@pytest.fixture
+def two_questions(tmp_path: Path) -> str:
+    file = tmp_path / "questions.txt"
+    file.write_text("Say\nhello.\n\n\n\nWhat is 2 + 2?\n")
+    return str(file)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("provider", "layout"), [("net", "hnd"), ("shm", "nhd"), ("shm", "hnd")])
+@pytest.mark.parametrize(("provider", "layout"), [("net", "hnd"), ("shm", "nhd")])
 def test_every_logit_is_equal_and_most_rows_land_early(provider: str, layout: str, tmp_path: Path) -> None:
-    report = report_of(tmp_path / "report.json", "--prompts", "3", "--provider", provider, "--layout", layout)
+    report = report_of(tmp_path, "--prompts", "3", "--provider", provider, "--layout", layout)
     assert report["fabric"].startswith(provider)
     for prompt in report["prompts"]:
         assert prompt["rows"] == (prompt["num_tokens"] - 1) * ROWS_A_TOKEN + 1  # and one hidden state
@@ -43,23 +52,15 @@ def test_every_logit_is_equal_and_most_rows_land_early(provider: str, layout: st
 
 
 @pytest.mark.slow
-def test_posting_at_the_end_lands_nothing_early(tmp_path: Path) -> None:
-    report = report_of(tmp_path / "report.json", "--prompts", "2", "--provider", "shm", "--post-at-end")
-    assert report["landed_early"] <= 0.02
-
-
-@pytest.mark.slow
-def test_prompts_of_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "prompts.txt"
-    file.write_text("Say\nhello.\n\n\n\nWhat is 2 + 2?\n")
-    report = report_of(tmp_path / "report.json", "--prompt-file", str(file), "--page-tokens", "32", "--seed", "5")
-    assert len(report["prompts"]) == 2
+def test_posting_at_the_end_lands_nothing_early(tmp_path: Path, two_questions: str) -> None:
+    report = report_of(tmp_path, "--prompt-file", two_questions, "--post-at-end", "--page-tokens", "32", "--seed", "5")
+    assert [prompt["landed_early"] for prompt in report["prompts"]] == [0.0, 0.0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("provider", ["net", "shm"])
-def test_a_flipped_byte_is_found_in_the_logits(provider: str) -> None:
-    done = demo("--prompts", "2", "--provider", provider, "--corrupt-write", "40")
+def test_a_flipped_byte_is_found_in_the_logits(provider: str, tmp_path: Path, two_questions: str) -> None:
+    done = demo(tmp_path, "--prompt-file", two_questions, "--provider", provider, "--corrupt-write", "40")
     assert done.returncode == 1, done.stdout + done.stderr
     assert re.search(r"^prompt-[01] .* DIFFERS|'prompt-[01]': logits .* are not finite", done.stdout, re.MULTILINE)
     assert "bitwise equal: 2/2" not in done.stdout
@@ -67,16 +68,12 @@ def test_a_flipped_byte_is_found_in_the_logits(provider: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("provider", ["net", "shm"])
-def test_a_lost_write_is_an_error_that_says_what_is_missing(provider: str) -> None:
-    done = demo("--prompts", "2", "--provider", provider, "--drop-write", "40")
+def test_a_lost_write_is_an_error_that_says_what_is_missing(provider: str, tmp_path: Path, two_questions: str) -> None:
+    done = demo(tmp_path, "--prompt-file", two_questions, "--provider", provider, "--drop-write", "40")
     assert done.returncode == 1, done.stdout + done.stderr
-    error = re.search(r"ShortCountError: request 'prompt-[01]': .*", done.stdout)
+    error = re.search(r"ShortCountError: request 'prompt-[01]': (\d+) of (\d+) rows landed", done.stdout)
     assert error, done.stdout
-    landed, expected = sorted(int(number) for number in re.findall(r"\b\d{4,}\b", error[0]))[-2:]
-    assert landed < expected
-    elapsed = re.search(r"([\d.]+) s after the first request", done.stdout)
-    assert elapsed, done.stdout
-    assert float(elapsed[1]) < 8  # the loss comes a little after the request; the limit is 5 s from there
+    assert int(error[1]) < int(error[2])
 
 
 def test_wrong_usage_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -73,7 +73,8 @@ async def test_a_lost_write_fails_one_request_and_loses_no_page(fabric: str) -> 
         await pair.answer(1)
         pair.source.inject("drop", 3)
         with pytest.raises(ShortCountError, match="prompt-0") as raised:
-            await pair.answer(0)
+            async with asyncio.timeout(5):
+                await pair.answer(0)
         await pair.prefiller.drained()
     await pair.decoder.quiet()  # closing fences what a count could not prove
     assert 0 < raised.value.rows_landed < raised.value.rows_expected

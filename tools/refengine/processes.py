@@ -155,8 +155,6 @@ class Children:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         children = self._children.values()
-        for child in children:
-            child.pipe.close()
         gently = [] if kind else [None]  # an error leaves no time to end by oneself
         for end in [*gently, BaseProcess.terminate, BaseProcess.kill]:
             for child in children:
@@ -165,6 +163,8 @@ class Children:
             deadline = time.monotonic() + GRACE_S
             for child in children:
                 child.process.join(max(0.0, deadline - time.monotonic()))
+        for child in children:
+            child.pipe.close()
 
 
 def child_main(name: str, role: Role, options: object, pipe: Connection, log: Path | None, time_limit_s: float) -> None:
