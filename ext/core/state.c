@@ -37,14 +37,13 @@ static struct kv_state *wrap(void *map, const char *path, bool created)
 
 static void fill_header(struct kv_state_header *h, uint64_t incarnation)
 {
-    *h = (struct kv_state_header){
+    *h = (struct kv_state_header){   /* the mapping was zero: no reader has seen a magic */
         .version = KV_STATE_VERSION, .pid = (uint32_t)getpid(), .incarnation = incarnation, .started_ns = kv_now_ns(),
         .slots_offset = HEADER_BYTES, .num_slots = KV_NUM_SLOTS, .slot_bytes = sizeof(struct kv_slot),
         .attempts_offset = HEADER_BYTES + SLOTS_BYTES, .num_attempts = KV_NUM_ATTEMPTS,
         .attempt_bytes = sizeof(struct kv_attempt),
     };
-    atomic_thread_fence(memory_order_release);
-    h->magic = KV_STATE_MAGIC;   /* last: a file without it is not ready to be read */
+    atomic_store_explicit(&h->magic, KV_STATE_MAGIC, memory_order_release);
 }
 
 struct kv_state *kv_state_create(const char *path, uint64_t incarnation, struct kv_error *e)
@@ -97,7 +96,8 @@ struct kv_state *kv_state_look(const char *path, struct kv_error *e)
         map = mmap(NULL, FILE_BYTES, PROT_READ, MAP_SHARED, fd, 0);
     close(fd);
     const struct kv_state_header *h = map;
-    if (map == MAP_FAILED || h->magic != KV_STATE_MAGIC || h->version != KV_STATE_VERSION) {
+    if (map == MAP_FAILED || atomic_load_explicit(&h->magic, memory_order_acquire) != KV_STATE_MAGIC ||
+        h->version != KV_STATE_VERSION) {
         if (map != MAP_FAILED)
             munmap(map, FILE_BYTES);
         kv_error_set(e, KV_INVALID, "%.160s is not a state file of version %u", path, KV_STATE_VERSION);
@@ -167,15 +167,15 @@ bool kv_state_open_attempt(struct kv_state *s, uint64_t attempt, uint64_t expect
         return kv_error_set(e, KV_INVALID, "attempt %llu cannot be opened: attempt %llu is still counting in its entry",
                             (unsigned long long)attempt, (unsigned long long)a->id);
     }
+    /* Release throughout: a reader that sees any field of the new attempt also sees that the entry was free between. */
     atomic_store_explicit(&a->state, KV_ATTEMPT_FREE, memory_order_relaxed);
-    atomic_thread_fence(memory_order_release);   /* readers: free is seen before any field of the new attempt */
     uint64_t words[KV_LABEL_WORDS] = {0};
     memcpy(words, label, label_bytes < KV_LABEL_BYTES ? label_bytes : KV_LABEL_BYTES);
     for (unsigned i = 0; i < KV_LABEL_WORDS; i++)
-        atomic_store_explicit(&a->label[i], words[i], memory_order_relaxed);
-    atomic_store_explicit(&a->id, attempt, memory_order_relaxed);
-    atomic_store_explicit(&a->started_ns, kv_now_ns(), memory_order_relaxed);
-    atomic_store_explicit(&a->rows, 0, memory_order_relaxed);
+        atomic_store_explicit(&a->label[i], words[i], memory_order_release);
+    atomic_store_explicit(&a->id, attempt, memory_order_release);
+    atomic_store_explicit(&a->started_ns, kv_now_ns(), memory_order_release);
+    atomic_store_explicit(&a->rows, 0, memory_order_release);
     atomic_store_explicit(&a->expected, expected, memory_order_release);
     if (expected)
         atomic_fetch_add_explicit(&s->header->expecting, 1, memory_order_acq_rel);
@@ -201,17 +201,16 @@ bool kv_state_view(const struct kv_state *s, uint32_t entry, struct kv_attempt_v
     if (state == KV_ATTEMPT_FREE)
         return false;
     *out = (struct kv_attempt_view){
-        .id = atomic_load_explicit(&a->id, memory_order_relaxed),
-        .rows = atomic_load_explicit(&a->rows, memory_order_relaxed),
-        .expected = atomic_load_explicit(&a->expected, memory_order_relaxed),
-        .started_ns = atomic_load_explicit(&a->started_ns, memory_order_relaxed),
+        .id = atomic_load_explicit(&a->id, memory_order_acquire),
+        .rows = atomic_load_explicit(&a->rows, memory_order_acquire),
+        .expected = atomic_load_explicit(&a->expected, memory_order_acquire),
+        .started_ns = atomic_load_explicit(&a->started_ns, memory_order_acquire),
         .state = state,
     };
     for (unsigned i = 0; i < KV_LABEL_WORDS; i++) {
-        uint64_t word = atomic_load_explicit(&a->label[i], memory_order_relaxed);
+        uint64_t word = atomic_load_explicit(&a->label[i], memory_order_acquire);
         memcpy(out->label + i * 8, &word, 8);
     }
-    atomic_thread_fence(memory_order_acquire);
     return atomic_load_explicit(&a->state, memory_order_relaxed) != KV_ATTEMPT_FREE &&
            atomic_load_explicit(&a->id, memory_order_relaxed) == out->id;
 }

@@ -44,7 +44,7 @@ struct kv_attempt {
 };
 
 struct kv_state_header {
-    uint64_t magic;
+    _Atomic uint64_t magic;   /* stored last: a file without it is not ready to be read */
     uint32_t version, pid;
     uint64_t incarnation, started_ns;
     uint64_t slots_offset, num_slots, slot_bytes;

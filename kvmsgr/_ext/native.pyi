@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from os import PathLike
-from typing import Final
+from typing import Final, Self
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import disjoint_base
 
 REACHED: Final[int]
 OVERFLOW: Final[int]
@@ -46,8 +47,9 @@ def providers() -> list[str]: ...
 def debug_counters() -> dict[str, int]: ...
 def monotonic_ns() -> int: ...
 
+@disjoint_base
 class StateFile:
-    def __init__(self, path: str | PathLike[str] | None, *, incarnation: int, writable: bool = True) -> None: ...
+    def __new__(cls, path: str | PathLike[str] | None, *, incarnation: int, writable: bool = True) -> Self: ...
     @property
     def path(self) -> str | None: ...
     @property
@@ -68,8 +70,9 @@ class StateFile:
     def find(self, label: str) -> int | None: ...
     def close(self) -> None: ...
 
+@disjoint_base
 class LayerCounter:
-    def __init__(self, num_slots: int = 64) -> None: ...
+    def __new__(cls, num_slots: int = 64) -> Self: ...
     @property
     def num_slots(self) -> int: ...
     @property
@@ -81,9 +84,10 @@ class LayerCounter:
     def start(self, ticket: int) -> None: ...
     def bump(self) -> None: ...
 
+@disjoint_base
 class Poller:
-    def __init__(
-        self,
+    def __new__(
+        cls,
         provider: str,
         state: StateFile,
         *,
@@ -96,7 +100,7 @@ class Poller:
         max_write_bytes: int = ...,
         link_bytes: int = ...,
         op_timeout_ns: int = 5_000_000_000,
-    ) -> None: ...
+    ) -> Self: ...
     @property
     def fd(self) -> int: ...
     @property

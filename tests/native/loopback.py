@@ -149,7 +149,7 @@ class Pair:
     def settle(self) -> None:
         """Waits until the source posts nothing more and all of it has landed.
 
-        Within one process libfabric's shm lends each endpoint the other's memory: closing one while a write is under way
+        Within one process libfabric's shm lends each endpoint the other's memory: closing one under traffic
         crashes the other. Two processes are safe.
         """
         before: tuple[int, int] | None = None

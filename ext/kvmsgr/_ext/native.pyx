@@ -1,11 +1,11 @@
-# cython: language_level=3, boundscheck=False, wraparound=False
+# cython: language_level=3, boundscheck=False, wraparound=False, auto_pickle=False, autotestdict=False
 """Owners of the C core: they check arguments, keep memory alive, and turn errors into exceptions.
 
 No thread of the core ever takes the GIL; it speaks through records and one eventfd (`Poller.take`, `Poller.fd`).
 """
 cimport cython
 from cpython.bytes cimport PyBytes_FromStringAndSize
-from libc.stdint cimport INT64_MAX, UINT32_MAX, int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 
 from kvmsgr._ext.core cimport *
@@ -153,7 +153,8 @@ cdef class StateFile:
 
     cdef uint32_t _slot_index(self, uint32_t slot, uint32_t generation) except? 0xffffffff:
         if slot >> KV_SLOT_BITS or generation >> KV_GENERATION_BITS:
-            raise ValueError(f"slot {slot}, generation {generation}: want < {1 << KV_SLOT_BITS}, {1 << KV_GENERATION_BITS}")
+            raise ValueError(f"slot {slot}, generation {generation}: want < {1 << KV_SLOT_BITS} and "
+                             f"< {1 << KV_GENERATION_BITS}")
         return slot << KV_GENERATION_BITS | generation
 
     @property
@@ -517,7 +518,7 @@ cdef class Poller:
         Args:
             num_bumps: Bumps this step must show; no entry of a transfer may wait for more.
             transfers: (link, template, immediate, tag, ready) each; a ready one is posted at once.
-            pages: int32 (n, 2): source and destination page; rows page_starts[i] to page_starts[i + 1] are transfer i's.
+            pages: int32 (n, 2): source and destination page; page_starts[i] to page_starts[i + 1] are transfer i's.
             edges: uint64 (k, 4): runs relative to the entries' bases, for pages that are filled in part; likewise.
             deadline_ns: From now.
 
@@ -580,7 +581,7 @@ cdef class Poller:
             raise _error(&e, self.provider)
 
     def take(self, unsigned max_records=256):
-        """Up to `max_records` (at most 1024) of (kind, id, value, t_ns, extra). `fd` becomes readable again for more."""
+        """Up to `max_records` (at most 1024) of (kind, id, value, t_ns, extra); `fd` stays readable if there are more."""
         cdef kv_record records[1024]
         if not 1 <= max_records <= 1024:
             raise ValueError("a batch has 1 to 1024 records")

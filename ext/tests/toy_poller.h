@@ -1,0 +1,137 @@
+/* A poller without a thread and without libfabric: its endpoint notes what is posted, the test completes it. */
+#ifndef KV_TOY_POLLER_H
+#define KV_TOY_POLLER_H
+#include "census.h"
+#include "check.h"
+#include "poller.h"
+#include <string.h>
+
+#define TOY_LINKS 3
+#define TOY_ENTRIES 4
+#define TOY_ROWS 8u
+
+struct post { uint32_t link, rows, imm; struct kv_op *op; };
+
+static struct kv_poller *toy;
+static struct kv_template *toy_templates[TOY_LINKS];
+static struct fid_ep toy_endpoints[TOY_LINKS];
+static struct post posts[4096];
+static uint32_t num_posts;
+static ssize_t toy_answer;   /* of the provider; 0: takes it */
+
+static ssize_t toy_writedata(struct fid_ep *ep, const void *buf, size_t len, void *desc, uint64_t data, fi_addr_t dest,
+                             uint64_t addr, uint64_t key, void *context)
+{
+    (void)buf, (void)len, (void)desc, (void)dest, (void)addr, (void)key;
+    if (toy_answer)
+        return toy_answer;
+    CHECK(num_posts < sizeof posts / sizeof *posts);
+    posts[num_posts++] = (struct post){(uint32_t)(ep - toy_endpoints), (uint32_t)(data & (KV_MAX_ROWS - 1)) + 1,
+                                       (uint32_t)data & ~(KV_MAX_ROWS - 1), context};
+    return 0;
+}
+static struct fi_ops_rma toy_rma = {.size = sizeof toy_rma, .writedata = toy_writedata};
+
+static inline struct kv_link *toy_link(uint32_t i) { return toy->links[i]; }
+
+static inline void toy_open(uint32_t num_slots, uint32_t window, uint32_t row_bytes)
+{
+    struct kv_error error;
+    toy = aligned_alloc(64, (sizeof *toy + 63) & ~(size_t)63);
+    CHECK(toy);
+    memset(toy, 0, sizeof *toy);
+    toy->config = (struct kv_config){.max_write_bytes = TOY_ROWS * row_bytes, .link_bytes = 1 << 20,
+                                     .op_timeout_ns = KV_S};
+    toy->now_ns = 1;
+    num_posts = 0;
+    toy_answer = 0;
+    kv_list_init(&toy->active);
+    CHECK(kv_commands_init(&toy->commands) && kv_bell_init(&toy->records.bell, false));
+    struct kv_layer_counter *counter = kv_layer_counter_new(num_slots);
+    CHECK(counter);
+    toy->streams[toy->num_streams++] = kv_stream_new(counter, 0);
+    for (uint32_t i = 0; i < TOY_LINKS; i++) {
+        struct kv_link *l = kv_link_new(1 << KV_LINK_SLOT_BITS | i, NULL, NULL, 0);
+        CHECK(l && kv_link_set_remote(l, "", 0, NULL, 0, window, &error));
+        toy_endpoints[i] = (struct fid_ep){.rma = &toy_rma};
+        l->endpoint.ep = &toy_endpoints[i];
+        toy->links[i] = l;
+        struct kv_template *t = toy_templates[i] = kv_template_new(1, TOY_ENTRIES);
+        t->link = l->id;
+        t->src_page_bytes = t->dst_page_bytes = TOY_ROWS * row_bytes;
+        t->row_bytes = row_bytes, t->item_bytes = 1;
+        t->runs[0] = (struct kv_run){0, 0, TOY_ROWS * row_bytes, TOY_ROWS};
+        for (uint32_t e = 0; e < TOY_ENTRIES; e++)
+            t->entries[e] = (struct kv_entry){.src_room = 1ull << 40, .dst_room = 1ull << 40, .signal = e + 1};
+        CHECK(kv_template_check(t, &error));
+    }
+}
+
+static inline void toy_close(void)
+{
+    kv_watch_close(toy);
+    for (uint32_t i = 0; i < TOY_LINKS; i++) {
+        KV_EACH(node, &toy_link(i)->transfers)
+            kv_transfer_stop(toy, KV_OF(node, struct kv_transfer, in_link));
+        KV_EACH(node, &toy_link(i)->flying_ops)
+            kv_link_retire_op(toy, KV_OF(node, struct kv_op, node));
+        CHECK(kv_list_empty(&toy_link(i)->transfers));
+        kv_template_drop(toy_templates[i]);
+        kv_link_free(toy_link(i));
+    }
+    CHECK(toy->num_active == 0 && toy->num_flying == 0 && toy->num_armed == 0);
+    kv_layer_counter_free(toy->streams[0]->counter);
+    kv_stream_free(toy->streams[0]);
+    kv_bell_close(&toy->commands.bell);
+    kv_bell_close(&toy->records.bell);
+    free(toy->backlog);
+    free(toy);
+    for (int i = 0; i < KV_NUM_OBJECTS; i++)
+        CHECK(kv_census_read(i) == 0);
+}
+
+/* A transfer of `num_pages` scattered pages: one write a page and entry. */
+static inline struct kv_transfer *toy_transfer(uint32_t link, uint32_t tag, int num_pages, bool ready)
+{
+    struct kv_error error;
+    int32_t pages[512];
+    for (int i = 0; i < num_pages; i++)
+        pages[2 * i] = i, pages[2 * i + 1] = 2 * i;
+    struct kv_order o = {.imm = tag << KV_ROW_BITS, .tag = tag, .ready = ready,
+                         .chunk = {.pages = pages, .num_pages = (size_t)num_pages}};
+    struct kv_transfer *x = kv_transfer_new(toy_templates[link], &o, toy->config.max_write_bytes, &error);
+    CHECK(x && x->num_writes == (uint32_t)num_pages);
+    return x;
+}
+
+/* A step with the transfers given, armed. Returns its ticket. */
+static inline uint64_t toy_step(uint32_t num_bumps, struct kv_transfer *one, struct kv_transfer *other)
+{
+    struct kv_step *s = kv_step_new(toy->streams[0], num_bumps, 1000);
+    CHECK(s && (s->ticket = kv_stream_claim(toy->streams[0])));
+    uint64_t ticket = s->ticket;
+    if (one)
+        kv_list_append(&s->transfers, &one->in_step);
+    if (other)
+        kv_list_append(&s->transfers, &other->in_step);
+    kv_step_arm(toy, s);
+    return ticket;
+}
+
+static inline struct kv_record toy_record(void)
+{
+    struct kv_record r = {0};
+    CHECK(kv_records_take(&toy->records, &r, 1) == 1);
+    return r;
+}
+static inline void toy_no_record(void)
+{
+    struct kv_record r;
+    CHECK(kv_records_take(&toy->records, &r, 1) == 0);
+}
+static inline void toy_complete(uint32_t first, uint32_t num)
+{
+    for (uint32_t i = first; i < first + num; i++)
+        kv_link_retire_op(toy, posts[i].op);
+}
+#endif
