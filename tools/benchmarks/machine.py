@@ -91,7 +91,7 @@ def facts(cores: Cores, raised: bool) -> dict[str, Any]:
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
         "usable cores": len(os.sched_getaffinity(0)),
-        "cores used": asdict(cores),
+        **{f"{role} core": core for role, core in asdict(cores).items()},
         "kernel": platform.release(),
         "python": platform.python_version(),
         "libfabric": ".".join(map(str, native.libfabric_version())),

@@ -112,4 +112,4 @@ class Pair:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._source.close()
         self._bare.close()
-        self._target.__exit__(kind, error, at)
+        self._target.close()

@@ -11,7 +11,6 @@ import time
 import traceback
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -128,16 +127,23 @@ def serve(pipe: Connection, provider: str, core: int, spin: bool) -> None:
     pin(core)
     answers = Answers(provider, map_pool(recv_handle(pipe)), core, spin)
     try:
-        while True:
-            name, *arguments = pipe.recv()
+        while question := next_question(pipe):
+            name, *arguments = question
             pipe.send((True, getattr(answers, name)(*arguments)))
-    except EOFError:
-        pass
     except Exception:
         pipe.send((False, traceback.format_exc()))
         raise
     finally:
         answers.close()
+
+
+def next_question(pipe: Connection) -> tuple[Any, ...] | None:
+    """None when the other side has closed the pipe."""
+    try:
+        question: tuple[Any, ...] = pipe.recv()
+    except EOFError:
+        return None
+    return question
 
 
 class Target:
@@ -173,10 +179,7 @@ class Target:
         self.tell(question, *arguments)
         return self.answer()
 
-    def __enter__(self) -> Target:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def close(self) -> None:
         self._pipe.close()
         self._process.join(5)
         self._process.kill()
