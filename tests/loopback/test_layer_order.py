@@ -88,3 +88,30 @@ async def test_an_abandoned_step_posts_nothing_even_when_its_neighbours_run(fabr
         both.run(messenger.begin_step([Chunk(requests[0], 0, PAGE_TOKENS, [Span(0, 0, [8])])]), 0, [8])
         await within(fetches[0])
         both.decoder.cache.check(0, range(LAYERS), [0], 0, PAGE_TOKENS)
+
+
+@pytest.mark.parametrize("fabric", ["net", "shm"])
+async def test_a_word_left_in_the_ring_by_an_older_step_releases_nothing(fabric: str) -> None:
+    async with pair(fabric, context=False) as both:
+        messenger, num_slots = both.prefiller.messenger, both.prefiller.node.counters[0].num_slots
+        tokens_a_request = num_slots // 2
+        pages = list(range(tokens_a_request // PAGE_TOKENS))
+        for n in range(2):  # one token a step: every slot of the ring has been used and shows all signals of its step
+            fetch = both.fetch(f"filler-{n}", tokens_a_request + 1, pages)
+            filler = await both.asked()
+            filler.accept()
+            for position in range(tokens_a_request):
+                step = messenger.begin_step([Chunk(filler, position, position + 1, [Span(0, 0, pages)])])
+                both.run(step, n, pages)
+            await within(fetch)
+        posted = messenger.stats()["posted_rows"]
+        fetch = both.fetch("r", PAGE_TOKENS + 1, [0])
+        request = await both.asked()
+        request.accept()
+        step = messenger.begin_step([Chunk(request, 0, PAGE_TOKENS, [Span(0, 0, [9])])])
+        assert step.ticket > num_slots
+        await settle(both.prefiller)
+        assert messenger.stats()["posted_rows"] == posted, "the word of an older step released this one"
+        both.run(step, 3, [9])
+        await within(fetch)
+        both.decoder.cache.check(3, range(LAYERS), [0], 0, PAGE_TOKENS)
