@@ -14,7 +14,7 @@ from tools.checks.stage import Command, Stage
 
 ROOT = Path(__file__).parents[2]
 PYTHON = sys.executable
-TYPED = ["kvmsgr", "protocol/kvmsgr_protocol", "tools/checks", "tools/refengine"]
+TYPED = ["kvmsgr", "protocol/kvmsgr_protocol", "tools/benchmarks", "tools/checks", "tools/refengine"]
 COVERED = "*/kvmsgr/core/*,*/kvmsgr/layout/*,*/kvmsgr_protocol/*"  # to the last branch
 
 PROVE_SANITIZERS = Stage("sanitizers catch", [[PYTHON, "-m", "tools.checks.seeded"]], slow=True)
