@@ -35,6 +35,15 @@ static void test_neighbours_merge_up_to_both_limits(void)
     CHECK(out[1].src == 320 && out[1].dst == 768 && out[1].bytes == 64 && out[1].rows == 4);
     CHECK(kv_plan_expand(t, &c, 128, out, &error) == 3);
     kv_template_drop(t);
+
+    t = make_template(1, KV_MAX_ROWS - 1, 1);   /* two pages have more rows than an immediate can say */
+    t->entries[0].src_room = t->entries[0].dst_room = 1 << 20;
+    t->runs[0] = (struct kv_run){0, 0, KV_MAX_ROWS - 1, KV_MAX_ROWS - 1};
+    int32_t neighbours[] = {0, 0, 1, 1};
+    CHECK(kv_template_check(t, &error));
+    c = (struct kv_chunk){.pages = neighbours, .num_pages = 2};
+    CHECK(kv_plan_expand(t, &c, 1 << 20, out, &error) == 2);
+    kv_template_drop(t);
 }
 
 static void test_long_runs_are_split_and_the_tail_stays_uncounted(void)

@@ -179,10 +179,21 @@ static void test_records_that_find_no_room_keep_their_order(void)
         unsigned n = kv_take(toy, batch, 100);
         for (unsigned i = 0; i < n; i++)
             CHECK(batch[i].id == taken++);
-        if (taken == KV_RECORDS)
+        if (taken == 4000)   /* there is room again, but not for a latecomer */
             kv_report(toy, KV_SENT, num++, 0, 0);
     }
     CHECK(toy->stats.lost_records == 0);
+    toy_close();
+}
+
+static void test_a_full_batch_rings_again(void)
+{
+    toy_open(4, 256, ROW);
+    struct kv_record batch[2];
+    for (uint64_t i = 0; i < 3; i++)
+        kv_report(toy, KV_SENT, i, 0, 0);
+    CHECK(kv_take(toy, batch, 2) == 2 && atomic_load(&toy->records.bell.rung));
+    CHECK(kv_take(toy, batch, 2) == 1 && !atomic_load(&toy->records.bell.rung));
     toy_close();
 }
 
@@ -199,5 +210,6 @@ int main(void)
     test_a_hard_error_fails_the_link_once();
     test_a_dropped_write_counts_as_sent();
     test_records_that_find_no_room_keep_their_order();
+    test_a_full_batch_rings_again();
     return 0;
 }
