@@ -58,6 +58,7 @@ async def test_answers_are_bitwise_those_of_one_process_and_all_pages_come_back(
     async with asyncio.timeout(20), running_pair(fabric) as pair:
         deliveries = await asyncio.gather(*(pair.answer(index) for index in range(len(PROMPTS))))
         await pair.prefiller.drained()
+        await pair.decoder.quiet()
     for answer, delivery, prompt in zip(expected, deliveries, PROMPTS, strict=True):
         assert difference_of(answer, delivery.answer) is None
         assert delivery.rows == (len(prompt) - 1) * 2 * 2 * 2 + (len(prompt) > 1)  # layers, planes, heads; hidden state

@@ -40,58 +40,65 @@ class DecodeNode:
     def __init__(self, engine: Engine, messenger: kvmsgr.Messenger, new_tokens: int) -> None:
         self._engine, self._messenger, self._new_tokens = engine, messenger, new_tokens
         self._running: dict[Generation, asyncio.Future[None]] = {}
+        self._releases: set[asyncio.Task[None]] = set()
         self._work = asyncio.Event()
-        self._cleanups: set[asyncio.Task[None]] = set()
+        self._between_steps = asyncio.Lock()
 
     async def answer(self, source: kvmsgr.Descriptor, request_id: str, prompt: list[int]) -> Delivery:
         """Have a prompt prefilled elsewhere, then generate from it here.
 
         Raises:
-            kvmsgr.errors.TransferError: The KV did not arrive. The pages are taken back once nothing can land there.
+            kvmsgr.errors.TransferError: The KV did not arrive.
             MemoryError: Not enough free pages.
         """
         started = time.monotonic()
         cache = self._engine.cache
         job = Job(request_id, prompt, cache.allocate(cache.pages_for(len(prompt) + self._new_tokens)))
-        destination = job.pages[: cache.pages_for(job.num_prefill)]
-        fetch = self._messenger.fetch(
-            request_id, sources=[source], tokens=prompt, spans=[kvmsgr.Span(0, 0, destination)]
-        )
+        pages = job.pages[: cache.pages_for(job.num_prefill)]
+        fetch = self._messenger.fetch(request_id, sources=[source], tokens=prompt, spans=[kvmsgr.Span(0, 0, pages)])
+        generation = Generation(job)
         try:
             arrival = await fetch
-        except BaseException:
-            cleanup = asyncio.create_task(self._release_when_quiet(fetch, job))
-            self._cleanups.add(cleanup)
-            cleanup.add_done_callback(self._cleanups.discard)
-            raise
-        arrived_s = time.monotonic() - started
-        hidden = self._take_context(arrival)
-        generation = Generation(job)
-        done = self._running[generation] = asyncio.get_running_loop().create_future()
-        self._work.set()
-        await done
-        await self._release_when_quiet(fetch, job)
+            arrived_s = time.monotonic() - started
+            hidden = self._take_context(arrival)
+            self._running[generation] = asyncio.get_running_loop().create_future()
+            self._work.set()
+            await self._running[generation]
+        finally:
+            self._running.pop(generation, None)
+            release = asyncio.create_task(self._release(fetch, job))
+            self._releases.add(release)
+            release.add_done_callback(self._releases.discard)
         answer = Answer(generation.tokens, torch.stack(generation.logits), hidden)
-        return Delivery(answer, len(destination), arrival.rows, arrived_s)
+        return Delivery(answer, len(pages), arrival.rows, arrived_s)
 
     async def quiet(self) -> None:
-        """Wait until the pages of all failed requests are back."""
-        await asyncio.gather(*self._cleanups)
+        """Wait until the pages of all requests that are over are back."""
+        await asyncio.gather(*self._releases)
+
+    async def _release(self, fetch: kvmsgr.Fetch, job: Job) -> None:
+        """Take the pages back, but only when no write can land in them any more and no step computes with them."""
+        await fetch.released()
+        async with self._between_steps:
+            self._engine.cache.release(job.pages)
 
     async def run(self) -> None:
         """Run decode steps until cancelled."""
         loop = asyncio.get_running_loop()
         with model_thread() as thread:
             while True:
-                batch = list(self._running)
-                if not batch:
-                    self._work.clear()
-                    await self._work.wait()
-                    continue
-                await loop.run_in_executor(thread, self._run_step, batch)
+                self._work.clear()
+                async with self._between_steps:
+                    batch = list(self._running)
+                    if batch:
+                        await loop.run_in_executor(thread, self._run_step, batch)
                 for generation in batch:
-                    if self._engine.is_finished(generation, self._new_tokens):
-                        self._running.pop(generation).set_result(None)
+                    done = self._running.get(generation)
+                    if done and not done.done() and self._engine.is_finished(generation, self._new_tokens):
+                        del self._running[generation]
+                        done.set_result(None)
+                if not batch:
+                    await self._work.wait()
 
     def _run_step(self, batch: Sequence[Generation]) -> None:
         # No prompt is computed here, but the model signals its layers all the same, as a captured graph would.
@@ -106,8 +113,3 @@ class DecodeNode:
             hidden = torch.frombuffer(arrival.context["hidden"], dtype=torch.float32).clone()
         arrival.release()
         return hidden
-
-    async def _release_when_quiet(self, fetch: kvmsgr.Fetch, job: Job) -> None:
-        """Take the pages back, but only when no write can land in them any more."""
-        await fetch.released()
-        self._engine.cache.release(job.pages)

@@ -72,21 +72,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"tools/demo: {error}", file=sys.stderr)
         return 2
     log_folder = None if options.verbose else Path(tempfile.mkdtemp(prefix="kvmsgr-demo-"))
+    keep_logs = False
     try:
         report = run(options, questions, log_folder)
+        keep_logs = not report.ok
     except KeyboardInterrupt:
         print("interrupted")
         return 130
     except DemoFailed as error:
+        keep_logs = True
         print(f"demo FAILED\n{error}")
-        if log_folder:
-            print(f"logs: {log_folder}")
         return 1
+    finally:
+        if log_folder and keep_logs:
+            print(f"logs: {log_folder}")
+        elif log_folder:
+            shutil.rmtree(log_folder)
     print(report.text())
     if options.json:
         report.write_json(options.json)
-    if log_folder:
-        shutil.rmtree(log_folder)
     return 0 if report.ok else 1
 
 

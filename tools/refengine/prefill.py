@@ -54,9 +54,9 @@ class PrefillNode:
         self._post_at_end, self._before_last_signal = post_at_end, before_last_signal
         self._scheduler = PrefillScheduler(step_tokens, max_running, lambda job: engine.allocate(job.num_prefill))
         self._served: dict[str, Served] = {}
-        self._released: list[Served] = []
-        self._work = asyncio.Event()
         self._followers: set[asyncio.Task[None]] = set()
+        self._work = asyncio.Event()
+        self._between_steps = asyncio.Lock()
         self.outcomes: dict[str, kvmsgr.Outcome] = {}
 
     async def run(self) -> None:
@@ -64,11 +64,11 @@ class PrefillNode:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._run_steps())
             async for request in self._messenger.requests():
-                job = Job(request.request_id, request.tokens.tolist())
-                served = self._served[request.request_id] = Served(request, job)
+                served = Served(request, Job(request.request_id, request.tokens.tolist()))
+                self._served[request.request_id] = served
                 request.accept()
-                if job.num_prefill:
-                    self._scheduler.add(job)
+                if served.job.num_prefill:
+                    self._scheduler.add(served.job)
                     self._work.set()
                 follower = group.create_task(self._follow(served))
                 self._followers.add(follower)
@@ -77,12 +77,14 @@ class PrefillNode:
     async def drained(self) -> None:
         """Wait until the decoders have said what became of every request served so far; see `outcomes`."""
         await asyncio.gather(*self._followers)
-        self._free_released()
 
     async def _follow(self, served: Served) -> None:
         """Take the pages back when nothing reads them any more, whether the request went well or failed half-way."""
         await served.request.released()
-        self._released.append(served)
+        async with self._between_steps:  # the step under way may still compute into the pages of a failed request
+            self._scheduler.drop(served.job)
+            self._engine.cache.release(served.job.pages)
+            del self._served[served.job.request_id]
         self._work.set()
         self.outcomes[served.job.request_id] = await served.request.outcome()
 
@@ -91,19 +93,13 @@ class PrefillNode:
         with model_thread() as thread:
             await loop.run_in_executor(thread, self._warm_up)
             while True:
-                self._free_released()  # between steps: a step may still compute into the pages of a failed request
-                if pieces := self._scheduler.next_step():
-                    await loop.run_in_executor(thread, self._run_step, pieces)
-                else:
-                    self._work.clear()
+                self._work.clear()
+                async with self._between_steps:
+                    pieces = self._scheduler.next_step()
+                    if pieces:
+                        await loop.run_in_executor(thread, self._run_step, pieces)
+                if not pieces:
                     await self._work.wait()
-
-    def _free_released(self) -> None:
-        for served in self._released:
-            self._scheduler.drop(served.job)
-            self._engine.cache.release(served.job.pages)
-            del self._served[served.job.request_id]
-        self._released.clear()
 
     # In the model's thread --------------------------------------------------------------------------------------------
 
