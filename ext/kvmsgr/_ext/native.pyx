@@ -581,7 +581,7 @@ cdef class Poller:
             raise _error(&e, self.provider)
 
     def take(self, unsigned max_records=256):
-        """Up to `max_records` (at most 1024) of (kind, id, value, t_ns, extra); `fd` stays readable if there are more."""
+        """Up to `max_records` <= 1024 of (kind, id, value, t_ns, extra); `fd` stays readable while there are more."""
         cdef kv_record records[1024]
         if not 1 <= max_records <= 1024:
             raise ValueError("a batch has 1 to 1024 records")
