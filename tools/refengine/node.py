@@ -12,7 +12,8 @@ import kvmsgr
 from .cache import DIMS
 from .engine import Engine
 
-STALL_S = 1.0  # without a row landing, once all is posted: on one machine this is long
+STALL_S = 0.5  # without a row landing, once all is posted: on one machine this is long
+TIME_ALLOWED_S = 240.0  # a prompt may wait for all others to be prefilled first
 
 
 async def open_messenger(name: str, engine: Engine, hidden: Tensor, fabric: str) -> kvmsgr.Messenger:
@@ -26,7 +27,11 @@ async def open_messenger(name: str, engine: Engine, hidden: Tensor, fabric: str)
     """
     group = kvmsgr.CacheGroup.from_tensors([engine.cache.tensor], dims=DIMS[engine.cache.layout], name="kv")
     config = kvmsgr.Config(
-        name=name, fabric=fabric, model=f"smollm2-135m@{engine.checkpoint.fingerprint}", stall_s=STALL_S
+        name=name,
+        fabric=fabric,
+        model=f"smollm2-135m@{engine.checkpoint.fingerprint}",
+        stall_s=STALL_S,
+        time_allowed_s=TIME_ALLOWED_S,
     )
     context = [kvmsgr.ContextBuffer("hidden", hidden)]
     return await kvmsgr.Messenger.open(config, kvmsgr.Cache(groups=[group]), context)
