@@ -1,4 +1,5 @@
-/* The callers' side of a poller: everything here may be called from any thread and waits for nothing but a look-up. */
+/* The callers' side of a poller: everything here may be called from any thread. begin_step waits for nothing but a
+   look-up; the rest may also wait for room in the command ring. */
 #include "poller.h"
 #include "census.h"
 #include <errno.h>

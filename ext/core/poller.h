@@ -56,7 +56,7 @@ struct kv_poller {
     _Atomic(struct kv_trace *) trace;   /* NULL: off */
     _Atomic bool link_slot_busy[KV_MAX_LINKS];
 
-    struct {   /* callers' side; `lock` guards the tables and is never held for longer than a look-up */
+    struct {   /* callers' side; `lock` guards the tables, and begin_step holds it for look-ups alone */
         pthread_mutex_t lock;
         _Atomic uint32_t callers;
         _Atomic bool closed, joined;
