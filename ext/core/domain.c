@@ -7,7 +7,7 @@
 /* ---- before libfabric is touched ---- */
 static void set_environment(void)
 {
-    setenv("FI_SHM_DISABLE_CMA", "1", 0);         /* with CMA a frozen target reads our pages long after we gave them up */
+    setenv("FI_SHM_DISABLE_CMA", "1", 0);         /* with CMA a frozen target reads pages after they were given up */
     setenv("FI_OFI_RXM_BUFFER_SIZE", "512", 0);   /* its defaults cost 70 MiB an endpoint */
     setenv("FI_OFI_RXM_MSG_RX_SIZE", "64", 0);
     setenv("IPATH_NO_BACKTRACE", "1", 0);         /* libraries that replace our signal handlers */

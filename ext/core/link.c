@@ -31,8 +31,8 @@ bool kv_link_set_remote(struct kv_link *l, const void *name, size_t name_bytes, 
                         uint32_t num_regions, uint32_t window, struct kv_error *e)
 {
     if (!window || name_bytes > sizeof l->remote_name)
-        return kv_error_set(e, KV_INVALID, "a window of %u operations and an address of %zu bytes; want at least 1 and at "
-                            "most %zu", window, name_bytes, sizeof l->remote_name);
+        return kv_error_set(e, KV_INVALID, "a window of %u operations and an address of %zu bytes; want at least 1 and "
+                            "at most %zu", window, name_bytes, sizeof l->remote_name);
     struct kv_op *ops = calloc(window, sizeof *ops);
     struct kv_remote_region *copy = malloc((num_regions + 1) * sizeof *copy);
     if (!ops || !copy) {
@@ -125,7 +125,7 @@ void kv_link_stop_tag(struct kv_poller *p, struct kv_link *l, uint32_t tag)
     }
 }
 
-/* ---- closing: a fence, so `closed` may only be said when nothing can land and nothing of ours is read any more ---- */
+/* ---- closing: a fence; it is over when nothing can land and nothing of ours is read any more ---- */
 /* libfabric 1.17's net frees a listener but not what it has just accepted, and crashes when the peer's request comes in
    after that. A link that never completed anything may be in the middle of this: it is polled a little longer. */
 #define LINGER_NS (2 * KV_MS)

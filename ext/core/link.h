@@ -1,7 +1,7 @@
 /* A link: one endpoint of ours paired with one of a peer, with its own registrations and its own keys.
 
    Callers make it (front.c) and hand it to the poller's thread, which opens, connects and closes it. What a caller may
-   read of it is written before `opened` is set, and what the poller reads of a connect before that command is pushed. */
+   read of it is written before `opened` is set; what the poller reads of a connect, before that command is pushed. */
 #ifndef KV_LINK_H
 #define KV_LINK_H
 #include "domain.h"

@@ -38,8 +38,8 @@ void kv_template_drop(struct kv_template *t)
 static bool check_run(const struct kv_run *r, const char *what, size_t index, struct kv_error *e)
 {
     if (!r->rows || !r->bytes || r->bytes > UINT32_MAX || r->rows > r->bytes)
-        return kv_error_set(e, KV_INVALID, "%s %zu: %llu rows in %llu bytes; want 1 <= rows <= bytes < 2^32", what, index,
-                            (unsigned long long)r->rows, (unsigned long long)r->bytes);
+        return kv_error_set(e, KV_INVALID, "%s %zu: %llu rows in %llu bytes; want 1 <= rows <= bytes < 2^32", what,
+                            index, (unsigned long long)r->rows, (unsigned long long)r->bytes);
     if (r->src_offset > MAX_OFFSET || r->dst_offset > MAX_OFFSET)
         return kv_error_set(e, KV_INVALID, "%s %zu: an offset is above 2^62", what, index);
     return true;
@@ -138,8 +138,8 @@ static bool check_bounds(const struct kv_template *t, const struct kv_write *w, 
         bool src_fits = inside(w->src, w->bytes, n->src_room);
         if (src_fits && inside(w->dst, w->bytes, n->dst_room))
             continue;
-        return kv_error_set(e, KV_INVALID, "write %zu of entry %u leaves its %s region: bytes [%llu, %llu) of %llu", index,
-                            i, src_fits ? "destination" : "source", (unsigned long long)(src_fits ? w->dst : w->src),
+        return kv_error_set(e, KV_INVALID, "write %zu of entry %u leaves its %s region: bytes [%llu, %llu) of %llu",
+                            index, i, src_fits ? "destination" : "source", (unsigned long long)(src_fits ? w->dst : w->src),
                             (unsigned long long)((src_fits ? w->dst : w->src) + w->bytes),
                             (unsigned long long)(src_fits ? n->dst_room : n->src_room));
     }

@@ -1,6 +1,6 @@
 /* Write plans: a template (runs of one page pair, a table of entries) x page pairs -> writes.
 
-   The list of writes is made once a chunk; it is posted for every entry of the template, shifted by the entry's bases. */
+   The list of writes is made once a chunk; it is posted for every entry of the template, shifted by its bases. */
 #ifndef KV_PLAN_H
 #define KV_PLAN_H
 #include "error.h"
@@ -55,7 +55,7 @@ struct kv_chunk {
 /* The most writes kv_plan_expand can make of this chunk. */
 size_t kv_plan_bound(const struct kv_template *t, const struct kv_chunk *c, uint32_t max_write_bytes);
 
-/* Expands into `out` (room for kv_plan_bound writes), merging neighbours up to max_write_bytes and 2^14 rows, and checks
+/* Expands into `out` (room for kv_plan_bound writes), merging neighbours up to max_write_bytes and 2^14 rows. Checks
    every write of every entry against both regions. Returns the number of writes, or 0 with the error. */
 size_t kv_plan_expand(const struct kv_template *t, const struct kv_chunk *c, uint32_t max_write_bytes,
                       struct kv_write *out, struct kv_error *e);

@@ -1,8 +1,8 @@
 /* Posting: deficit round robin over the links that have something, and inside a link over its transfers.
 
-   A bump must not wait behind one long stream, so turns are counted in bytes and carry over; a small write costs as much
-   as 16 KiB because that is what it costs the provider. A round is short, so that the words and the completion queue are
-   looked at in between. */
+   A bump must not wait behind one long stream, so turns are counted in bytes and carry over. A small write is billed
+   as 16 KiB because that is what it costs the provider. A round is short, so that the words and the completion queue
+   are looked at in between. */
 #include "poller.h"
 
 #define ROUND_POSTS 32

@@ -114,7 +114,8 @@ struct kv_state *kv_state_look(const char *path, struct kv_error *e)
 bool kv_state_close(struct kv_state *s, struct kv_error *e)
 {
     if (s->num_bells)
-        return kv_error_set(e, KV_CLOSED, "%u pollers still count into this state file: close them first", s->num_bells);
+        return kv_error_set(e, KV_CLOSED, "%u pollers still count into this state file: close them first",
+                            s->num_bells);
     bool ours = s->created && s->header->pid == (uint32_t)getpid();   /* not a forked child's to remove */
     munmap(s->header, FILE_BYTES);
     if (s->path && ours)

@@ -1,0 +1,223 @@
+/* The callers' side: links and the templates on them. */
+#include "front.h"
+#include <stdlib.h>
+#include <string.h>
+
+/* ---- links ---- */
+static struct kv_link *find_locked(struct kv_poller *p, uint32_t id, struct kv_error *e)
+{
+    struct kv_link *l = p->front.links[kv_link_slot(id)];
+    if (l && l->id == id)
+        return l;
+    kv_error_set(e, KV_MISSING, "link %u is not open", id);
+    return NULL;
+}
+
+static struct kv_link *find_opened_locked(struct kv_poller *p, uint32_t id, struct kv_error *e)
+{
+    struct kv_link *l = find_locked(p, id, e);
+    if (!l || atomic_load_explicit(&l->opened, memory_order_acquire))
+        return l;
+    kv_error_set(e, KV_CLOSED, "link %u has not been opened yet: wait for its LINK_OPENED record", id);
+    return NULL;
+}
+
+static int64_t open_link_locked(struct kv_poller *p, const uint64_t *keys, uint32_t num_keys, struct kv_error *e)
+{
+    if (num_keys != p->front.num_regions) {
+        kv_error_set(e, KV_INVALID, "%u keys for %u regions", num_keys, p->front.num_regions);
+        return -1;
+    }
+    uint32_t slot = 0;
+    while (slot < KV_MAX_LINKS && atomic_load_explicit(&p->link_slot_busy[slot], memory_order_acquire))
+        slot++;
+    if (slot == KV_MAX_LINKS) {
+        kv_error_set(e, KV_FULL, "%u links are open", KV_MAX_LINKS);
+        return -1;
+    }
+    uint32_t id = (++p->front.links_made << KV_LINK_SLOT_BITS) | slot;
+    struct kv_link *l = kv_link_new(id, p->front.regions, keys, num_keys);
+    if (!l) {
+        kv_error_memory(e);
+        return -1;
+    }
+    if (!kv_front_start(p, e) || !kv_front_submit(p, (struct kv_command){.kind = KV_OPEN_LINK, .object = l}, e)) {
+        kv_link_free(l);
+        return -1;
+    }
+    atomic_store_explicit(&p->link_slot_busy[slot], true, memory_order_relaxed);
+    p->front.links[slot] = l;
+    return id;
+}
+
+int64_t kv_open_link(struct kv_poller *p, const uint64_t *keys, uint32_t num_keys, struct kv_error *e)
+{
+    if (!kv_front_enter(p, e))
+        return -1;
+    kv_front_lock(p);
+    int64_t id = open_link_locked(p, keys, num_keys, e);
+    kv_front_unlock(p);
+    kv_front_leave(p);
+    return id;
+}
+
+int64_t kv_link_name(struct kv_poller *p, uint32_t id, uint8_t name[KV_NAME_BYTES], struct kv_error *e)
+{
+    if (!kv_front_enter(p, e))
+        return -1;
+    kv_front_lock(p);
+    struct kv_link *l = find_opened_locked(p, id, e);
+    int64_t bytes = l ? (int64_t)l->endpoint.name_bytes : -1;
+    if (l)
+        memcpy(name, l->endpoint.name, l->endpoint.name_bytes);
+    kv_front_unlock(p);
+    kv_front_leave(p);
+    return bytes;
+}
+
+int64_t kv_link_regions(struct kv_poller *p, uint32_t id, struct kv_remote_region *out, struct kv_error *e)
+{
+    if (!kv_front_enter(p, e))
+        return -1;
+    kv_front_lock(p);
+    struct kv_link *l = find_opened_locked(p, id, e);
+    int64_t num = l ? (int64_t)l->num_regions : -1;
+    for (int64_t i = 0; i < num; i++) {
+        const struct kv_region *r = &l->regions[i];
+        out[i] = (struct kv_remote_region){
+            p->domain.virtual_addresses ? (uint64_t)(uintptr_t)r->address : 0, r->bytes, l->keys[i]};
+    }
+    kv_front_unlock(p);
+    kv_front_leave(p);
+    return num;
+}
+
+bool kv_connect_link(struct kv_poller *p, uint32_t id, const void *name, size_t name_bytes,
+                     const struct kv_remote_region *regions, uint32_t num_regions, uint32_t window, struct kv_error *e)
+{
+    if (!kv_front_enter(p, e))
+        return false;
+    kv_front_lock(p);
+    struct kv_link *l = find_opened_locked(p, id, e);
+    bool ok = l;
+    if (l && l->connected)
+        ok = kv_error_set(e, KV_CLOSED, "link %u is connected already", id);
+    ok = ok && kv_link_set_remote(l, name, name_bytes, regions, num_regions, window, e) &&
+         kv_front_submit(p, (struct kv_command){.kind = KV_CONNECT_LINK, .link = id}, e);
+    kv_front_unlock(p);
+    kv_front_leave(p);
+    return ok;
+}
+
+bool kv_close_link(struct kv_poller *p, uint32_t id, struct kv_error *e)
+{
+    if (!kv_front_enter(p, e))
+        return false;
+    kv_front_lock(p);
+    struct kv_link *l = find_locked(p, id, e);
+    bool ok = l && kv_front_submit(p, (struct kv_command){.kind = KV_CLOSE_LINK, .link = id}, e);
+    if (ok) {
+        p->front.links[kv_link_slot(id)] = NULL;   /* the poller's alone from here */
+        for (uint32_t i = 0; i < p->front.num_templates; i++) {
+            struct kv_template *t = p->front.templates[i];
+            if (t && t->link == id) {
+                p->front.templates[i] = NULL;
+                kv_template_drop(t);
+            }
+        }
+    }
+    kv_front_unlock(p);
+    kv_front_leave(p);
+    return ok;
+}
+
+/* ---- templates ---- */
+/* The bytes of a region from `base` on. False when there is no such place. */
+static bool room_from(int64_t region, int64_t base, uint32_t num_regions, uint64_t region_bytes, uint64_t *room)
+{
+    if (region < 0 || region >= num_regions || base < 0 || (uint64_t)base > region_bytes)
+        return false;
+    *room = region_bytes - (uint64_t)base;
+    return true;
+}
+
+static bool fill_entry(struct kv_poller *p, struct kv_link *l, const struct kv_entry_spec *spec, uint32_t index,
+                       struct kv_entry *n, struct kv_error *e)
+{
+    bool src_known = spec->src_region >= 0 && spec->src_region < p->front.num_regions;
+    bool dst_known = spec->dst_region >= 0 && spec->dst_region < l->num_remote_regions;
+    const struct kv_region *src = src_known ? &p->front.regions[spec->src_region] : NULL;
+    const struct kv_remote_region *dst = dst_known ? &l->remote_regions[spec->dst_region] : NULL;
+    if (spec->signal < 0 || spec->signal > KV_MAX_BUMPS || !src || !dst ||
+        !room_from(spec->src_region, spec->src_base, p->front.num_regions, src->bytes, &n->src_room) ||
+        !room_from(spec->dst_region, spec->dst_base, l->num_remote_regions, dst->bytes, &n->dst_room))
+        return kv_error_set(e, KV_INVALID, "entry %u: no such place: source region %lld at %lld of %u regions, destination "
+                            "region %lld at %lld of %u regions, signal %lld", index, (long long)spec->src_region,
+                            (long long)spec->src_base, p->front.num_regions, (long long)spec->dst_region,
+                            (long long)spec->dst_base, l->num_remote_regions, (long long)spec->signal);
+    n->src = src->address + spec->src_base;
+    n->desc = src->desc;
+    n->dst = dst->base + (uint64_t)spec->dst_base;
+    n->key = dst->key;
+    n->signal = (uint64_t)spec->signal;
+    return true;
+}
+
+/* The place of a new template in the table; -1 without memory. */
+static int64_t template_place_locked(struct kv_poller *p)
+{
+    for (uint32_t i = 0; i < p->front.num_templates; i++)
+        if (!p->front.templates[i])
+            return i;
+    if (p->front.num_templates == p->front.template_capacity) {
+        uint32_t capacity = p->front.template_capacity ? 2 * p->front.template_capacity : 64;
+        struct kv_template **larger = realloc(p->front.templates, capacity * sizeof *larger);
+        if (!larger)
+            return -1;
+        p->front.templates = larger;
+        p->front.template_capacity = capacity;
+    }
+    p->front.templates[p->front.num_templates] = NULL;
+    return p->front.num_templates++;
+}
+
+static int64_t add_template_locked(struct kv_poller *p, uint32_t link, const struct kv_template_spec *spec,
+                                   struct kv_error *e)
+{
+    struct kv_link *l = find_locked(p, link, e);
+    if (!l)
+        return -1;
+    if (!l->connected) {
+        kv_error_set(e, KV_CLOSED, "link %u is not connected: a template needs the peer's regions", link);
+        return -1;
+    }
+    struct kv_template *t = kv_template_new(spec->num_runs, spec->num_entries);
+    int64_t place = t ? template_place_locked(p) : -1;
+    bool ok = place >= 0 || kv_error_memory(e);
+    if (ok) {
+        t->link = link;
+        t->src_page_bytes = spec->src_page_bytes, t->dst_page_bytes = spec->dst_page_bytes;
+        t->row_bytes = spec->row_bytes, t->item_bytes = spec->item_bytes;
+        if (spec->num_runs)
+            memcpy(t->runs, spec->runs, spec->num_runs * sizeof *t->runs);
+        for (uint32_t i = 0; i < spec->num_entries && ok; i++)
+            ok = fill_entry(p, l, &spec->entries[i], i, &t->entries[i], e);
+        ok = ok && kv_template_check(t, e);
+    }
+    if (ok)
+        p->front.templates[place] = t;
+    else if (t)
+        kv_template_drop(t);
+    return ok ? place : -1;
+}
+
+int64_t kv_add_template(struct kv_poller *p, uint32_t link, const struct kv_template_spec *spec, struct kv_error *e)
+{
+    if (!kv_front_enter(p, e))
+        return -1;
+    kv_front_lock(p);
+    int64_t place = add_template_locked(p, link, spec, e);
+    kv_front_unlock(p);
+    kv_front_leave(p);
+    return place;
+}

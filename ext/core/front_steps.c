@@ -1,0 +1,154 @@
+/* The callers' side: steps, and what looks on. */
+#include "front.h"
+#include <stdlib.h>
+
+static struct kv_template *hold_template(struct kv_poller *p, const struct kv_order *o, struct kv_error *e)
+{
+    kv_front_lock(p);
+    struct kv_template *t = o->template < p->front.num_templates ? p->front.templates[o->template] : NULL;
+    if (t && t->link == o->link)
+        kv_template_hold(t);
+    else
+        t = NULL;
+    kv_front_unlock(p);
+    if (!t)
+        kv_error_set(e, KV_INVALID, "link %u has no template %u", o->link, o->template);
+    return t;
+}
+
+static struct kv_transfer *make_transfer(struct kv_poller *p, const struct kv_order *o, size_t index,
+                                         uint32_t num_bumps, struct kv_error *e)
+{
+    struct kv_error why = {0};
+    struct kv_template *t = hold_template(p, o, &why);
+    struct kv_transfer *x = NULL;
+    if (t) {
+        uint64_t last = t->entries[t->num_entries - 1].signal;
+        if (o->imm & (KV_MAX_ROWS - 1))
+            kv_error_set(&why, KV_INVALID, "immediate 0x%x already carries rows", o->imm);
+        else if (!o->ready && last > num_bumps)
+            kv_error_set(&why, KV_INVALID, "it waits for signal %llu of a step with %u bumps", (unsigned long long)last,
+                         num_bumps);
+        else
+            x = kv_transfer_new(t, o, p->config.max_write_bytes, &why);
+        kv_template_drop(t);
+    }
+    if (!x)
+        kv_error_set(e, why.kind, "transfer %zu: %.200s", index, why.text);
+    return x;
+}
+
+static uint64_t begin_step(struct kv_poller *p, uint32_t index, uint32_t num_bumps, const struct kv_order *orders,
+                           size_t num_orders, uint64_t deadline_ns, struct kv_error *e)
+{
+    kv_front_lock(p);
+    struct kv_stream *stream = index < p->front.num_streams ? p->front.streams[index] : NULL;
+    bool started = kv_front_start(p, e);
+    kv_front_unlock(p);
+    if (!started)
+        return 0;
+    if (!stream || num_bumps > KV_MAX_BUMPS) {
+        kv_error_set(e, KV_INVALID, "layer counter %u of %u, %u bumps", index, p->front.num_streams, num_bumps);
+        return 0;
+    }
+    struct kv_step *s = kv_step_new(stream, num_bumps, kv_now_ns() + deadline_ns);
+    if (!s) {
+        kv_error_memory(e);
+        return 0;
+    }
+    for (size_t i = 0; i < num_orders; i++) {
+        struct kv_transfer *x = make_transfer(p, &orders[i], i, num_bumps, e);
+        if (!x)
+            goto undo;
+        kv_list_append(&s->transfers, &x->in_step);
+    }
+    if (!kv_commands_reserve(&p->commands)) {
+        kv_error_set(e, KV_FULL, "%u commands wait for the poller", KV_COMMANDS);
+        goto undo;
+    }
+    uint64_t ticket = kv_stream_claim(stream);
+    if (!ticket) {
+        kv_commands_unreserve(&p->commands);
+        kv_error_set(e, KV_FULL, "%u steps of layer counter %u are outstanding, one a ring slot",
+                     stream->counter->num_slots, index);
+        goto undo;
+    }
+    s->ticket = ticket;
+    kv_commands_push(&p->commands, (struct kv_command){.kind = KV_ARM_STEP, .object = s});
+    return ticket;   /* the step is the poller's, and may be gone already */
+undo:
+    kv_step_free(s);
+    return 0;
+}
+
+uint64_t kv_begin_step(struct kv_poller *p, uint32_t stream, uint32_t num_bumps, const struct kv_order *orders,
+                       size_t num_orders, uint64_t deadline_ns, struct kv_error *e)
+{
+    if (!kv_front_enter(p, e))
+        return 0;
+    uint64_t ticket = begin_step(p, stream, num_bumps, orders, num_orders, deadline_ns, e);
+    kv_front_leave(p);
+    return ticket;
+}
+
+bool kv_abandon(struct kv_poller *p, uint32_t index, uint64_t ticket, struct kv_error *e)
+{
+    if (!kv_front_enter(p, e))
+        return false;
+    kv_front_lock(p);
+    struct kv_stream *s = index < p->front.num_streams ? p->front.streams[index] : NULL;
+    kv_front_unlock(p);
+    bool ok = s || kv_error_set(e, KV_INVALID, "there is no layer counter %u", index);
+    ok = ok && kv_front_submit(p, (struct kv_command){.kind = KV_ABANDON_STEP, .object = s, .value = ticket}, e);
+    kv_front_leave(p);
+    return ok;
+}
+
+bool kv_stop_tag(struct kv_poller *p, uint32_t link, uint32_t tag, struct kv_error *e)
+{
+    if (!kv_front_enter(p, e))
+        return false;
+    bool ok = kv_front_submit(p, (struct kv_command){.kind = KV_STOP_TAG, .link = link, .value = tag}, e);
+    kv_front_leave(p);
+    return ok;
+}
+
+/* ---- for tests, benchmarks and people who look on ---- */
+#define X(name) #name,
+const char *const kv_stats_names[KV_NUM_STATS] = {KV_STATS(X)};
+#undef X
+
+void kv_stats_read(struct kv_poller *p, uint64_t values[KV_NUM_STATS])
+{
+    const _Atomic uint64_t *stats = (const void *)&p->stats;
+    for (int i = 0; i < KV_NUM_STATS; i++)
+        values[i] = atomic_load_explicit(&stats[i], memory_order_relaxed);
+}
+
+bool kv_inject(struct kv_poller *p, enum kv_fault fault, uint64_t nth, struct kv_error *e)
+{
+    if (!nth || nth > INT64_MAX)
+        return kv_error_set(e, KV_INVALID, "writes are counted from 1");
+    atomic_store_explicit(&p->faults.left[fault], (int64_t)nth, memory_order_relaxed);
+    return true;
+}
+
+bool kv_trace_on(struct kv_poller *p, uint32_t capacity, struct kv_error *e)
+{
+    struct kv_trace *t = calloc(1, sizeof *t + capacity * sizeof *t->marks), *none = NULL;
+    if (!t || !capacity) {
+        free(t);
+        return capacity ? kv_error_memory(e) : kv_error_set(e, KV_INVALID, "a trace needs room");
+    }
+    t->capacity = capacity;
+    if (atomic_compare_exchange_strong(&p->trace, &none, t))
+        return true;
+    free(t);
+    return kv_error_set(e, KV_CLOSED, "the trace is on already");
+}
+
+uint32_t kv_trace_read(struct kv_poller *p, struct kv_mark *out, uint32_t max)
+{
+    struct kv_trace *t = atomic_load(&p->trace);
+    return t ? kv_trace_take(t, out, max) : 0;
+}
