@@ -151,8 +151,9 @@ static bool fill_entry(struct kv_poller *p, struct kv_link *l, const struct kv_e
     if (spec->signal < 0 || spec->signal > KV_MAX_BUMPS || !src || !dst ||
         !room_from(spec->src_region, spec->src_base, p->front.num_regions, src->bytes, &n->src_room) ||
         !room_from(spec->dst_region, spec->dst_base, l->num_remote_regions, dst->bytes, &n->dst_room))
-        return kv_error_set(e, KV_INVALID, "entry %u: no such place: source region %lld at %lld of %u regions, destination "
-                            "region %lld at %lld of %u regions, signal %lld", index, (long long)spec->src_region,
+        return kv_error_set(e, KV_INVALID, "entry %u: no such place: source region %lld at %lld of %u regions, "
+                            "destination region %lld at %lld of %u regions, signal %lld",
+                            index, (long long)spec->src_region,
                             (long long)spec->src_base, p->front.num_regions, (long long)spec->dst_region,
                             (long long)spec->dst_base, l->num_remote_regions, (long long)spec->signal);
     n->src = src->address + spec->src_base;

@@ -139,7 +139,8 @@ static bool check_bounds(const struct kv_template *t, const struct kv_write *w, 
         if (src_fits && inside(w->dst, w->bytes, n->dst_room))
             continue;
         return kv_error_set(e, KV_INVALID, "write %zu of entry %u leaves its %s region: bytes [%llu, %llu) of %llu",
-                            index, i, src_fits ? "destination" : "source", (unsigned long long)(src_fits ? w->dst : w->src),
+                            index, i, src_fits ? "destination" : "source",
+                            (unsigned long long)(src_fits ? w->dst : w->src),
                             (unsigned long long)((src_fits ? w->dst : w->src) + w->bytes),
                             (unsigned long long)(src_fits ? n->dst_room : n->src_room));
     }
