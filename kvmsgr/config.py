@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from kvmsgr.address import Tcp, parse
@@ -24,7 +25,8 @@ class Config:
         fabric_address: Address of the network interface the fabric uses; None: the host that
             peers dial.
         window: Writes a peer may have in flight to us.
-        cq_entries: Size of the completion queue; all windows together stay below it.
+        cq_entries: Size of the completion queue. The windows of all peers together take at most half of it, so that
+            it limits the number of peers; the other half is for our own writes.
         time_allowed_s: Default for one request.
         stall_s: After the peer posted everything: how long no row may land before the request fails.
         connect_timeout_s: From dialling a peer until requests may go.
@@ -43,7 +45,7 @@ class Config:
     fabric: str = "auto"
     fabric_address: str | None = None
     window: int = 256
-    cq_entries: int = 8192
+    cq_entries: int = 32768
     time_allowed_s: float = 60.0
     stall_s: float = 2.0
     connect_timeout_s: float = 5.0
@@ -62,5 +64,8 @@ class Config:
         for field in ("time_allowed_s", "stall_s", "connect_timeout_s", "step_timeout_s"):
             if not getattr(self, field) > 0:
                 raise ConfigError(f"{field} is {getattr(self, field)!r}; it must be positive")
+        cores = os.sched_getaffinity(0)
+        if self.poller_core is not None and self.poller_core not in cores:
+            raise ConfigError(f"poller_core is {self.poller_core}; this process may run on {sorted(cores)}")
         if not 0 < self.window <= self.cq_entries // 2:
             raise ConfigError(f"window is {self.window}; it must be in 1..{self.cq_entries // 2} (half of cq_entries)")

@@ -18,13 +18,15 @@ KvmsgrError
 │   ├── PeerLostError           the peer's connection ended
 │   ├── IncompatiblePeerError   the peer serves another model, or its cache does not fit ours
 │   ├── TransferTimeout         the time allowed ran out
-│   ├── ShortCountError         all writes were posted, fewer rows landed
-│   ├── CountOverflowError      more rows landed than were expected
+│   ├── CountError              carries rows landed and expected
+│   │   ├── ShortCountError     all writes were posted, fewer rows landed
+│   │   └── CountOverflowError  more rows landed than were expected
 │   ├── StepFaultError          a forward pass ran fewer or more layers than announced, or none in time
-│   └── EngineFailedError       the engine on one side gave the request up
+│   ├── EngineFailedError       the engine on one side gave the request up
+│   ├── PeerProtocolError       the peer broke the rules, or does not know the request
+│   └── ClosedError             one of the two messengers closed
 ├── StepLimitError              more steps are announced than a layer counter can tell apart
-├── MessengerClosedError
-└── InternalError               our bug: please report it
+└── MessengerClosedError        a call came after close
 """
 
 from __future__ import annotations
@@ -190,12 +192,20 @@ class StepLimitError(KvmsgrError):
     """More steps are announced than a layer counter has ring slots. Nothing was armed: let one run, then try again."""
 
 
+class PeerProtocolError(TransferError):
+    """The peer broke the protocol, or does not know the request."""
+
+    reason = Reason.protocol
+
+
+class ClosedError(TransferError):
+    """A messenger closed while the request was alive."""
+
+    reason = Reason.closed
+
+
 class MessengerClosedError(KvmsgrError):
     """The messenger is closed."""
-
-
-class InternalError(KvmsgrError):
-    """A bug in kvmsgr. Please report it with the message."""
 
 
 _BY_REASON: dict[Reason, type[TransferError]] = {
@@ -208,6 +218,9 @@ _BY_REASON: dict[Reason, type[TransferError]] = {
     Reason.timeout: TransferTimeout,
     Reason.step_fault: StepFaultError,
     Reason.engine: EngineFailedError,
+    Reason.protocol: PeerProtocolError,
+    Reason.unknown_request: PeerProtocolError,
+    Reason.closed: ClosedError,
 }
 
 

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from .address import Tcp, parse
+from .address import Tcp, Unix, parse
 from .config import Config
 from .device.cache import Cache, ContextBuffer, Memory
 from .errors import ConfigError
 from .fabric.choice import FabricChoice
 from .fabric.libfabric import FabricSettings, open_fabric
 from .runtime import steps
-from .runtime.connection import listen
+from .runtime.connection import listen, release
 from .runtime.fetch import Fetch
 from .runtime.node import Node
 from .runtime.serve import PrefillRequest
@@ -37,10 +37,11 @@ class Messenger:
     All calls belong to the event loop that opened it, but for `begin_step` and what it returns.
     """
 
-    def __init__(self, node: Node, server: asyncio.Server, descriptor: Descriptor) -> None:
+    def __init__(self, node: Node, server: asyncio.Server, address: Tcp | Unix, descriptor: Descriptor) -> None:
         self._node = node
         self._server = server
-        self._closed = False
+        self._closing: asyncio.Future[None] | None = None
+        self._address = address
         self.descriptor = descriptor
 
     @classmethod
@@ -83,7 +84,7 @@ class Messenger:
         log.info("messenger open", name=config.name, address=str(bound), fabric=fabric.choice.why)
         if not address.is_local:
             log.warning("the control connection is not encrypted: whoever reaches it can write into the cache")
-        return cls(node, server, Descriptor(str(bound), incarnation, config.name))
+        return cls(node, server, address, Descriptor(str(bound), incarnation, config.name))
 
     @property
     def fabric(self) -> FabricChoice:
@@ -124,6 +125,7 @@ class Messenger:
 
         Raises:
             LayoutError: The spans do not describe pages of this cache, or a page is in use.
+            ConfigError: The request cannot be sent: a token, the payload or the time allowed is out of bounds.
             RefusedError: A request of this name is alive.
             BusyError: No immediate or context slot is free.
         """
@@ -168,13 +170,21 @@ class Messenger:
     # The end
 
     async def close(self) -> None:
-        """Fail what is alive, tell the peers, close every endpoint. Idempotent. Afterwards all pages are free."""
-        if self._closed:
-            return
-        self._closed = True
+        """Fail what is alive, tell the peers, close every endpoint. Afterwards all pages are free.
+
+        It may be called again and awaited by several; it goes on when one of them is cancelled.
+        """
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
         self._server.close()
-        await self._node.close()
-        await self._server.wait_closed()
+        try:
+            await self._node.close()
+        finally:
+            await self._server.wait_closed()
+            release(self._address)
 
     async def __aenter__(self) -> Messenger:
         return self

@@ -2,7 +2,7 @@
 
 The attempt is decided by the first of: every row counted, a failure of any leg, the count itself, the time allowed.
 Whatever comes later changes nothing. What frees the destination pages is never the end of the attempt but a proof that
-no write can land: every row was counted, or every leg is clean.
+no write can land: every row was counted, or every leg is clean. A fetch whose pages are free is forgotten.
 """
 
 from __future__ import annotations
@@ -168,18 +168,12 @@ class Fetch(Machine):
         (FetchState.pending, TimeExpired): _fail,
         (FetchState.pending, Closed): _fail,
         (FetchState.pending, CountOverflowed): go(FetchState.failed, _end_failed, _resolve_failure, _fail_peers),
-        (FetchState.ready, CountOverflowed): go(FetchState.ready, _fail_peers),
-        (FetchState.ready, LegFailed): go(FetchState.ready),
-        (FetchState.ready, Closed): go(FetchState.ready),
         # The count kept running: all rows are in, so none can follow.
         (FetchState.failed, RowsCounted): go(FetchState.released, _release),
         (FetchState.failed, LegsClean): go(FetchState.released, _release),
         (FetchState.failed, CountOverflowed): go(FetchState.failed, _fail_peers),
         (FetchState.failed, LegFailed): go(FetchState.failed),
         (FetchState.failed, Closed): go(FetchState.failed),
-        (FetchState.released, CountOverflowed): go(FetchState.released, _fail_peers),
-        (FetchState.released, LegFailed): go(FetchState.released),
-        (FetchState.released, Closed): go(FetchState.released),
     }
 
     def __init__(self, name: str, rows_expected: int) -> None:

@@ -138,7 +138,7 @@ def _send_accept(serve: Serve, event: object) -> SendAccept:
     return SendAccept()
 
 
-def _send_decline(serve: Serve, event: EngineDeclined) -> SendDecline:
+def _send_decline(serve: Serve, event: EngineDeclined | Failed | DecoderFailed) -> SendDecline:
     return SendDecline(event.failure)
 
 
@@ -187,9 +187,10 @@ class Serve(Machine):
     table: ClassVar = {
         (_S.offered, EngineAccepted): go(_S.accepted, _send_accept),
         (_S.offered, EngineDeclined): go(_S.ended, _send_decline, _failed, _release_unread, _forget),
-        (_S.offered, Failed): go(_S.ended, _send_failure, _failed, _release_unread, _forget),
+        # Nothing was posted, and the decoder may know it: a request that was never taken up leaves its pages clean.
+        (_S.offered, Failed): go(_S.ended, _send_decline, _failed, _release_unread, _forget),
         (_S.offered, PeerEnded): go(_S.ended, _failed, _release_unread, _forget),
-        (_S.offered, DecoderFailed): go(_S.ended, _failed, _release_unread, _forget),
+        (_S.offered, DecoderFailed): go(_S.ended, _send_decline, _failed, _release_unread, _forget),
         # Nothing was to be moved, so the decoder did not wait for the engine.
         (_S.offered, DecoderFinished): go(_S.ended, _arrived, _release_unread, _forget),
         (_S.accepted, WritesCompleted): go(_S.sent, _send_sent, _release),

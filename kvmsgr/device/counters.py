@@ -13,20 +13,27 @@ class Signal:
     Ticket 0 stands for a forward that moves nothing (decode only, warm-up): same calls, nothing is published.
     """
 
-    __slots__ = ("_counter", "ticket")
+    __slots__ = ("_counter", "started", "ticket")
 
     def __init__(self, counter: LayerCounter, ticket: int) -> None:
         self._counter = counter
         self.ticket = ticket
+        self.started = False
 
     def start(self) -> None:
         """Store the ticket. Call it on the engine's stream right before *every* forward that may bump."""
+        self.started = True
         self._counter.start(self.ticket)
 
     def bump(self) -> None:
         """Say that one more layer is final: once after each layer's attention output projection, and once more after
-        the context buffers were written, when a chunk of the step is a request's last and has context."""
+        the context buffers were written, where `Step.signals_context` says so."""
         self._counter.bump()
+
+    @property
+    def num_bumps(self) -> int:
+        """Bumps since `start`; 0 before it, and when another forward has started on the counter since."""
+        return self._counter.bumps if self.started and self._counter.ticket == self.ticket else 0
 
     @property
     def address(self) -> int:

@@ -6,15 +6,16 @@ import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from kvmsgr._ext import native
-from kvmsgr.errors import FabricUnavailableError, StepLimitError
+from kvmsgr.errors import ConfigError, FabricUnavailableError, StepLimitError
 
 from .choice import FabricChoice, candidates
-from .leftovers import state_folder, sweep_leftovers
+from .leftovers import lock, state_folder, sweep
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +35,19 @@ class FabricSettings:
 class Fabric:
     """One poller, its state file, and the registered regions of one messenger."""
 
-    def __init__(self, poller: native.Poller, state: native.StateFile, choice: FabricChoice, num_regions: int) -> None:
+    def __init__(
+        self,
+        poller: native.Poller,
+        state: native.StateFile,
+        choice: FabricChoice,
+        num_regions: int,
+        state_lock: int,
+    ) -> None:
         self.poller = poller
         self.state = state
         self.choice = choice
         self._num_regions = num_regions
+        self._state_lock = state_lock
 
     def open_link(self) -> int:
         """Start to open an endpoint for one peer, registered under keys that nobody can guess or has seen before."""
@@ -71,6 +80,9 @@ class Fabric:
         """Close every link, the poller and the state file. Idempotent."""
         self.poller.close()
         self.state.close()
+        if self._state_lock >= 0:
+            os.close(self._state_lock)
+            self._state_lock = -1
 
 
 def open_fabric(settings: FabricSettings, regions: Sequence[tuple[int, int]]) -> Fabric:
@@ -79,11 +91,12 @@ def open_fabric(settings: FabricSettings, regions: Sequence[tuple[int, int]]) ->
     Raises:
         FabricUnavailableError: None passed; the message says what each one answered.
     """
-    sweep_leftovers()
-    path = f"{settings.state_dir or state_folder()}/kvmsgr-{os.getpid()}-{settings.incarnation[:8]}.state"
+    folder = Path(settings.state_dir) if settings.state_dir else state_folder()
+    sweep(folder)
+    path = str(folder / f"kvmsgr-{os.getpid()}-{settings.incarnation[:8]}.state")
     answers: list[str] = []
     for provider in candidates(settings.fabric, settings.local):
-        state = native.StateFile(path, incarnation=int(settings.incarnation[:15], 16))
+        state = _open_state(path, settings.incarnation)
         poller = None
         try:
             poller = native.Poller(
@@ -103,11 +116,21 @@ def open_fabric(settings: FabricSettings, regions: Sequence[tuple[int, int]]) ->
                 poller.close()
             state.close()
             continue
-        return Fabric(poller, state, FabricChoice(poller.provider, _why(settings, provider, answers)), len(regions))
+        choice = FabricChoice(poller.provider, _why(settings, provider, answers))
+        return Fabric(poller, state, choice, len(regions), lock(path))
     found = ", ".join(native.providers()) or "none"
     raise FabricUnavailableError(
         f"fabric {settings.fabric!r} cannot be used: {' / '.join(answers)}. libfabric offers here: {found}"
     )
+
+
+def _open_state(path: str, incarnation: str) -> native.StateFile:
+    try:
+        return native.StateFile(path, incarnation=int(incarnation[:15], 16))
+    except OSError as error:
+        raise ConfigError(
+            f"the state file {path} cannot be made: {error}; set state_dir to a writable folder"
+        ) from error
 
 
 def _why(settings: FabricSettings, provider: str, answers: Sequence[str]) -> str:

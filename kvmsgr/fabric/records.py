@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import os
+
 from kvmsgr._ext.native import (
     DEADLINE,
+    FAILED_CLOSE,
+    FAILED_COMPLETION,
+    FAILED_CONNECT,
+    FAILED_OPEN,
+    FAILED_POST,
+    FAILED_REGISTER,
+    FAILED_TIMEOUT,
     FEWER,
     LINK_CLOSED,
     LINK_FAILED,
@@ -28,8 +37,24 @@ __all__ = [
     "STEP_FAULT",
     "STOPPED",
     "STRAY",
+    "link_failure",
     "step_fault",
 ]
+
+_LINK_CALLS = {
+    FAILED_OPEN: "opening an endpoint",
+    FAILED_REGISTER: "registering memory",
+    FAILED_CONNECT: "connecting",
+    FAILED_POST: "posting a write",
+    FAILED_COMPLETION: "a write",
+    FAILED_TIMEOUT: "waiting for a write to go on",
+    FAILED_CLOSE: "closing an endpoint",
+}
+
+
+def link_failure(errno: int, call: int) -> str:
+    """Say in words what failed on a link."""
+    return f"{_LINK_CALLS[call]} failed: {os.strerror(errno)} (errno {errno})"
 
 
 def step_fault(ticket: int, extra: int, num_bumps: int) -> str:

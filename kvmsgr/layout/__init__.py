@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvmsgr.layout.bounds import check_bounds
 from kvmsgr.layout.context import context_template, describe_context
 from kvmsgr.layout.cursor import PageCursor, PageWrites, page_array
 from kvmsgr.layout.geometry import describe_cache, describe_group
@@ -16,6 +17,7 @@ __all__ = [
     "RegionRange",
     "Template",
     "build_templates",
+    "check_bounds",
     "check_contexts",
     "check_groups",
     "context_template",

@@ -13,6 +13,8 @@ from kvmsgr.errors import LayoutError
 Pages: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
 """Page indices in order of position."""
 
+Mark: TypeAlias = tuple[int, npt.NDArray[np.int32], npt.NDArray[np.int64]]
+
 
 class PageWrites(NamedTuple):
     """Pages that became final.
@@ -120,13 +122,13 @@ class PageCursor:
         """Whether every page was given out."""
         return self._next == len(self._dst.pages)
 
-    def mark(self) -> int:
+    def mark(self) -> Mark:
         """Where the cursor stands, for `restore`."""
-        return self._next
+        return self._next, self._src.pages.copy(), self._src.first.copy()
 
-    def restore(self, mark: int) -> None:
-        """Go back to a mark: pages given out since then will be given out again. Source pages stay known."""
-        self._next = mark
+    def restore(self, mark: Mark) -> None:
+        """Go back to a mark, as if nothing had been added or given out since."""
+        self._next, self._src.pages, self._src.first = mark
 
     def add_source(self, first_token: int, pages: Pages) -> None:
         """Say which source pages hold the positions from `first_token` (it may lie inside the first page) on.

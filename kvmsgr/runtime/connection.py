@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol, cast
@@ -97,8 +98,7 @@ async def listen(address: Tcp | Unix, on_made: Callable[[Connection], None]) -> 
     loop = asyncio.get_running_loop()
     try:
         if isinstance(address, Unix):
-            server = await loop.create_unix_server(lambda: Connection(on_made), address.path)
-            _restrict(address.path)
+            server = await loop.create_unix_server(lambda: Connection(on_made), sock=_bind(address.path))
             return server, address
         server = await loop.create_server(lambda: Connection(on_made), address.host, address.port)
     except OSError as error:
@@ -106,6 +106,26 @@ async def listen(address: Tcp | Unix, on_made: Callable[[Connection], None]) -> 
     return server, Tcp(address.host, server.sockets[0].getsockname()[1])
 
 
-def _restrict(path: str) -> None:
-    """Only this user may ask for keys to the cache."""
-    Path(path).chmod(0o600)
+def release(address: Tcp | Unix) -> None:
+    """Remove what a server that is closed leaves behind."""
+    if isinstance(address, Unix):
+        Path(address.path).unlink(missing_ok=True)
+
+
+def _bind(path: str) -> socket.socket:
+    """A unix socket that only this user can reach, from the first moment on. One of a dead process is replaced."""
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if Path(path).is_socket() and not _answers(path):
+            Path(path).unlink(missing_ok=True)
+        bound.bind(path)
+        Path(path).chmod(0o600)  # before it listens, so nobody is early
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
+def _answers(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(path) == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from .peer import PeerDriver
 
 log = structlog.get_logger("kvmsgr")
+RECORD_S = 0.05
 
 
 class Arrival:
@@ -85,6 +86,7 @@ class Fetch:
         self._expiry = node.loop.call_later(dispatch.time_allowed_s, self._expire)
         self._stall: asyncio.TimerHandle | None = None
         self._rows_posted = 0
+        self._rows = 0  # that had landed when the pages were released
 
     # The engine's side
 
@@ -98,7 +100,13 @@ class Fetch:
     @property
     def rows_landed(self) -> int:
         """Rows that have landed so far."""
+        if self._released.done():
+            return self._rows
         return self._node.fabric.state.attempt_rows(self.attempt)
+
+    @property
+    def _all_landed(self) -> bool:
+        return self.rows_landed == self._machine.rows_expected
 
     # What comes in
 
@@ -111,9 +119,9 @@ class Fetch:
         return self._machine.state is not core.FetchState.pending
 
     @property
-    def slots(self) -> Iterable[tuple[int, int]]:
+    def slots(self) -> Mapping[PeerDriver, tuple[int, int]]:
         """(slot, generation) of each leg."""
-        return self._slots.values()
+        return self._slots
 
     def start(self) -> None:
         """Everything is armed: tell the peers that are live, and resolve at once what has no rows."""
@@ -169,11 +177,16 @@ class Fetch:
         self._feed_leg(peer, legs.PeerFailed(counted))
 
     def _expire(self) -> None:
-        self._feed(core.TimeExpired(self.rows_landed, self._dispatch.time_allowed_s))
+        if self._all_landed:  # and the record that says so is on its way
+            self._expiry = self._node.loop.call_later(RECORD_S, self._expire)
+        else:
+            self._feed(core.TimeExpired(self.rows_landed, self._dispatch.time_allowed_s))
 
     def _check_stall(self, rows_before: int | None) -> None:
         """Called once all is posted, and again each `stall_s`: rows must be landing, or be all there."""
         rows = self.rows_landed
+        if self._all_landed:
+            return  # the record that says so is on its way
         if rows == rows_before or self._rows_posted != self._machine.rows_expected:
             self._feed(core.CountStalled(rows, self._rows_posted))
         else:
@@ -238,6 +251,7 @@ class Fetch:
             self._feed(core.LegsClean())
 
     def _release_pages(self) -> None:
+        self._rows = self.rows_landed
         self._node.release_fetch(self)
         if self._machine.state is not core.FetchState.ready:
             self.release_context()

@@ -13,9 +13,8 @@ from kvmsgr.errors import LayoutError, LocalProtocolError
 from kvmsgr.layout import PageCursor
 from kvmsgr_protocol import (
     Attach,
+    Cancel,
     Dispatch,
-    Failed,
-    Finished,
     Goodbye,
     Hello,
     Message,
@@ -68,7 +67,7 @@ class Inbox:
         request = self._serves.get((peer, message.request_id, message.attempt))
         if request is not None:
             request.message_received(message)
-        elif not isinstance(message, Finished | Failed | Unknown):
+        elif isinstance(message, Cancel):  # the others are late, and nobody waits for an answer to them
             peer.send(Unknown(request_id=message.request_id, attempt=message.attempt))
 
     def _dispatched(self, peer: PeerDriver, dispatch: Dispatch) -> None:
@@ -123,11 +122,6 @@ class Inbox:
                 Reason.protocol, f"the request has {rows} rows, its decoder expects {dispatch.expected_rows}"
             )
         return None
-
-    def release_context_slot(self, request: PrefillRequest) -> None:
-        slot, request.context_slot = request.context_slot, -1
-        if slot >= 0:
-            self._node.context_slots.give(slot)
 
     def forget(self, request: PrefillRequest) -> None:
         """The record of a request has served."""

@@ -3,30 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
 import structlog
+from msgspec.structs import replace
 
 from kvmsgr.address import Tcp, Unix, parse
 from kvmsgr.core.failure import Failure
-from kvmsgr.core.peer import PeerState
 from kvmsgr.core.slots import AttemptNumbers, IndexPool, SlotPool
 from kvmsgr.device.counters import LayerCounter
-from kvmsgr.errors import BusyError, LayoutError, MessengerClosedError, RefusedError
+from kvmsgr.errors import BusyError, ConfigError, LayoutError, MessengerClosedError, RefusedError
 from kvmsgr.fabric import records
 from kvmsgr.types import Descriptor, Span
-from kvmsgr_protocol import NUM_GENERATIONS, NUM_SLOTS, Dispatch, RankSpans, Reason, expected_rows, pack_tokens
+from kvmsgr_protocol import (
+    NUM_GENERATIONS,
+    NUM_SLOTS,
+    Dispatch,
+    RankSpans,
+    Reason,
+    encode,
+    expected_rows,
+    immediate,
+    pack_tokens,
+)
 from kvmsgr_protocol import Span as WireSpan
 
 from .connection import dial
 from .fetch import Fetch
 from .inbox import Inbox
-from .pages import PageGuard
+from .pages import PageGuard, hold_all, page_indices, release_all
 from .peer import PeerDriver
 from .serve import PrefillRequest
 
@@ -74,9 +85,10 @@ class Node:
         self._links: dict[int, PeerDriver] = {}
         self._dials: set[asyncio.Task[None]] = set()
         self._fetches: dict[int, Fetch] = {}
+        self._past: dict[int, tuple[PeerDriver, str]] = {}  # who wrote last into a slot that is free now
         self._windows_granted = 0
         self._idle: asyncio.Future[None] | None = None
-        self._closing = False
+        self.closing = False
         self._records: deque[tuple[int, int, int, int, int]] = deque()
         self.loop.add_reader(fabric.poller.fd, self._read_records)
 
@@ -103,6 +115,9 @@ class Node:
 
     def connection_accepted(self, connection: Connection) -> None:
         """Somebody dialled us."""
+        if self.closing:
+            connection.close()
+            return
         peer = PeerDriver(self, "a peer that has not said its name", None)
         self._peers.add(peer)
         peer.connection_made(connection)
@@ -132,6 +147,7 @@ class Node:
 
     def forget_peer(self, peer: PeerDriver) -> None:
         self._peers.discard(peer)
+        self._past = {index: past for index, past in self._past.items() if past[0] is not peer}
         if self._idle is not None and not self._peers and not self._idle.done():
             self._idle.set_result(None)
 
@@ -148,48 +164,67 @@ class Node:
         time_allowed_s: float | None,
     ) -> Fetch:
         """Arm slot, counter and pages, then ask the peer. See `Messenger.fetch`."""
-        if self._closing:
+        if self.closing:
             raise MessengerClosedError("the messenger is closed: no request can be fetched")
         if any(fetch.request_id == request_id and not fetch.done for fetch in self._fetches.values()):
             raise RefusedError(request_id, "a request of this name is being fetched already", Reason.duplicate)
         peer = self.peer_at(source)
         wire_spans = [self._wire_span(span) for span in spans]
         wants_context = bool(self.memory.context) and len(tokens) > 1
+        dispatch = self._dispatch(
+            request_id, tokens, wire_spans, payload, trace, time_allowed_s or self.config.time_allowed_s, wants_context
+        )
+        hold_all(self._pages, wire_spans)
+        attempt, slot = self._attempts.take(), self._slots.take()
+        context_slot = self.context_slots.take() if wants_context else -1
+        if attempt is None or slot is None or context_slot is None:
+            release_all(self._pages, wire_spans)
+            self._give_back(attempt, slot, context_slot)
+            what = "context slots" if context_slot is None else "immediate slots"
+            raise BusyError(request_id, f"all {what} are held by requests that are alive or not proven ended")
+        dispatch = replace(dispatch, attempt=attempt, slot=slot[0], generation=slot[1], context_slot=context_slot)
+        state = self.fabric.state
+        state.open_attempt(attempt, dispatch.expected_rows, request_id)
+        state.link_slot(*slot, attempt)
+        self._past.pop(immediate.counter_index(*slot), None)
+        fetch = self._fetches[attempt] = Fetch(self, {peer: slot}, dispatch)
+        fetch.start()
+        return fetch
+
+    def _dispatch(
+        self,
+        request_id: str,
+        tokens: Sequence[int],
+        spans: list[WireSpan],
+        payload: bytes,
+        trace: dict[str, str],
+        time_allowed_s: float,
+        wants_context: bool,
+    ) -> Dispatch:
+        """The request as it will travel, but for its slots; whatever is wrong with it is found here."""
+        if not 0 < time_allowed_s < math.inf:
+            raise ConfigError(f"request {request_id!r}: time_allowed_s is {time_allowed_s}; it must be positive")
         try:
-            rows = expected_rows(
-                len(tokens), wire_spans, self.memory.groups, self.memory.context if wants_context else ()
-            )
-        except ValueError as error:
-            raise LayoutError(f"request {request_id!r}: {error}") from error
-        with PageGuard.hold_all(self._pages, wire_spans) as held:
-            attempt, slot = self._attempts.take(), self._slots.take()
-            context_slot = self.context_slots.take() if wants_context else -1
-            if attempt is None or slot is None or context_slot is None:
-                self._give_back(attempt, slot, context_slot)
-                what = "context slots" if context_slot is None else "immediate slots"
-                raise BusyError(request_id, f"all {what} are held by requests that are alive or not proven ended")
             dispatch = Dispatch(
                 request_id=request_id,
-                attempt=attempt,
+                attempt=0,
                 num_tokens=len(tokens),
                 tokens=pack_tokens(tokens),
-                slot=slot[0],
-                generation=slot[1],
-                ranks=[RankSpans(0, wire_spans)],
-                context_slot=context_slot,
-                expected_rows=rows,
-                time_allowed_s=self.config.time_allowed_s if time_allowed_s is None else time_allowed_s,
+                slot=0,
+                generation=0,
+                ranks=[RankSpans(0, spans)],
+                context_slot=0 if wants_context else -1,
+                expected_rows=expected_rows(
+                    len(tokens), spans, self.memory.groups, self.memory.context if wants_context else ()
+                ),
+                time_allowed_s=time_allowed_s,
                 payload=payload,
                 trace=trace,
             )
-            state = self.fabric.state
-            state.open_attempt(attempt, rows, request_id)
-            state.link_slot(*slot, attempt)
-            held.keep()
-        fetch = Fetch(self, {peer: slot}, dispatch)
-        self._fetches[attempt] = fetch
-        fetch.start()
-        return fetch
+            encode(dispatch)
+        except ValueError as error:
+            raise ConfigError(f"request {request_id!r} cannot be sent: {error}") from error
+        return dispatch
 
     def _give_back(self, attempt: int | None, slot: tuple[int, int] | None, context_slot: int | None) -> None:
         if attempt is not None:
@@ -204,22 +239,22 @@ class Node:
             raise LayoutError(f"a span names cache group {span.group}; there are {len(self._pages)}")
         if span.first_token < 0:
             raise LayoutError(f"a span starts at position {span.first_token}; positions start at 0")
-        return WireSpan(span.group, span.first_token, np.asarray(span.pages, dtype="<i4").tobytes())
+        return WireSpan(span.group, span.first_token, page_indices(span.pages).astype("<i4").tobytes())
 
     def fetch_of(self, peer: PeerDriver, request_id: str, attempt: int) -> Fetch | None:
         fetch = self._fetches.get(attempt)
         return fetch if fetch is not None and fetch.request_id == request_id and fetch.has_leg(peer) else None
 
     def release_fetch(self, fetch: Fetch) -> None:
-        """Nothing can land for this attempt: its slots and pages are free."""
-        state = self.fabric.state
-        for slot, generation in fetch.slots:
-            state.unlink_slot(slot, generation)
+        """Nothing can land for this attempt: its slots and pages are free. Who wrote into a slot last is remembered:
+        rows that come all the same are a peer that broke the count."""
+        for peer, (slot, generation) in fetch.slots.items():
+            self.fabric.state.unlink_slot(slot, generation)
+            self._past[immediate.counter_index(slot, generation)] = peer, fetch.request_id
             self._slots.give(slot)
         del self._fetches[fetch.attempt]
         self._attempts.give(fetch.attempt)
-        for span in fetch.spans:
-            self._pages[span.group].release(span)
+        release_all(self._pages, fetch.spans)
 
     # Prefill
 
@@ -231,9 +266,10 @@ class Node:
 
     # Records
 
-    def _read_records(self) -> None:
-        """Handle what the poller has recorded. An error in one record costs none of the others."""
-        self._records.extend(self.fabric.poller.take(RECORDS_A_BATCH))
+    def _read_records(self) -> int:
+        """Handle what the poller has recorded; returns how much. An error in one record costs none of the others."""
+        taken = self.fabric.poller.take(RECORDS_A_BATCH)
+        self._records.extend(taken)
         try:
             while self._records:
                 kind, ident, value, _, extra = self._records.popleft()
@@ -241,18 +277,25 @@ class Node:
         finally:
             if self._records:
                 self.loop.call_soon(self._read_records)
+        return len(taken)
 
     def _reached(self, attempt: int, rows: int, extra: int) -> None:
         if attempt in self._fetches:
             self._fetches[attempt].rows_counted(rows)
 
-    def _overflowed(self, attempt: int, rows: int, extra: int) -> None:
+    def _overflowed(self, attempt: int, rows: int, counter_index: int) -> None:
         if attempt in self._fetches:
             self._fetches[attempt].count_overflowed(rows)
+        else:
+            self._strayed(counter_index, rows, 0)
 
     def _strayed(self, counter_index: int, rows: int, extra: int) -> None:
         slot, generation = divmod(counter_index, NUM_GENERATIONS)
         log.error("rows landed in a slot that is not in use", slot=slot, generation=generation)
+        if counter_index in self._past:
+            peer, request_id = self._past[counter_index]
+            detail = f"rows landed for request {request_id!r} after all of it had landed"
+            peer.lose(Failure(Reason.overflow, detail))
 
     def _transfer_ended(self, tag: int, rows: int, extra: int) -> None:
         request = self.inbox.by_tag.get(tag)
@@ -262,15 +305,17 @@ class Node:
     def _link_opened(self, link: int, value: int, extra: int) -> None:
         self._links[link].link_opened()
 
-    def _link_failed(self, link: int, errno: int, extra: int) -> None:
-        self._links[link].link_failed(errno)
+    def _link_failed(self, link: int, errno: int, call: int) -> None:
+        self._links[link].link_failed(records.link_failure(errno, call))
 
     def _link_closed(self, link: int, value: int, extra: int) -> None:
         self._links.pop(link).link_closed()
 
     def _step_ended(self, counter: int, ticket: int, extra: int) -> None:
         with self.lock:
-            self.steps.pop((counter, ticket), None)
+            step = self.steps.pop((counter, ticket), None)
+        if step is not None:
+            step.over()
 
     def _step_failed(self, counter: int, ticket: int, extra: int) -> None:
         with self.lock:
@@ -279,8 +324,7 @@ class Node:
             return
         detail = records.step_fault(ticket, extra, step.num_bumps)
         log.error("step failed", counter=counter, ticket=ticket, detail=detail)
-        for chunk in step.chunks:
-            chunk.request.failed(Reason.step_fault, detail)
+        step.fail(detail)
 
     _handlers: ClassVar[dict[int, Callable[[Node, int, int, int], None]]] = {
         records.REACHED: _reached,
@@ -298,11 +342,22 @@ class Node:
     # The end
 
     async def close(self) -> None:
-        """End every request and every epoch, and close the fabric. What was held is free then: no endpoint is open."""
-        self._closing = True
-        for fetch in list(self._fetches.values()):
-            fetch.close()
-        self.inbox.close()
+        """End every request and every epoch, and close the fabric. What was held is free then: no endpoint is open.
+
+        Each part is done even if one before it fails.
+        """
+        with self.lock:
+            self.closing = True
+        async with AsyncExitStack() as last_first:
+            last_first.callback(self.fabric.close)
+            last_first.callback(self._release_fetches)
+            last_first.push_async_callback(self._stop_poller)
+            last_first.push_async_callback(self._say_goodbye)
+            last_first.callback(self.inbox.close)
+            for fetch in list(self._fetches.values()):
+                last_first.callback(fetch.close)
+
+    async def _say_goodbye(self) -> None:
         for task in list(self._dials):
             task.cancel()
         for peer in list(self._peers):
@@ -311,13 +366,13 @@ class Node:
             self._idle = self.loop.create_future()
             await asyncio.wait([self._idle], timeout=CLOSE_LINKS_S)
         await asyncio.gather(*(connection.wait_closed(GOODBYE_S) for connection in self.connections))
-        self.loop.remove_reader(self.fabric.poller.fd)
+
+    async def _stop_poller(self) -> None:
         await self.loop.run_in_executor(None, self.fabric.poller.close)
-        self._read_records()  # the end of whatever was still under way
+        self.loop.remove_reader(self.fabric.poller.fd)
+        while self._read_records():  # the end of whatever was still under way
+            pass
+
+    def _release_fetches(self) -> None:
         for fetch in list(self._fetches.values()):
             fetch.release_by_fence()
-        self.fabric.close()
-
-    @property
-    def num_live_peers(self) -> int:
-        return sum(peer.machine.state is PeerState.live for peer in self._peers)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
@@ -18,22 +17,6 @@ class PageGuard:
     def __init__(self, name: str, num_pages: int) -> None:
         self._name = name
         self._held = np.zeros(num_pages, dtype=np.bool_)
-
-    @staticmethod
-    def hold_all(guards: Sequence[PageGuard], spans: Sequence[Span]) -> _Held:
-        """Hold the pages of all spans, or none of them.
-
-        Raises:
-            LayoutError: A page does not exist, or is held.
-        """
-        held = _Held(guards)
-        with held:
-            for span in spans:
-                guards[span.group].hold(span)
-                held.spans.append(span)
-            held.kept = True
-        held.kept = False
-        return held
 
     def hold(self, span: Span) -> None:
         pages = _pages(span)
@@ -61,26 +44,41 @@ class PageGuard:
         return int(self._held.sum())
 
 
-class _Held:
-    """Pages that are given back unless somebody keeps them."""
+def hold_all(guards: Sequence[PageGuard], spans: Sequence[Span]) -> None:
+    """Hold the pages of all spans, or none of them.
 
-    def __init__(self, guards: Sequence[PageGuard]) -> None:
-        self.spans: list[Span] = []
-        self.kept = False
-        self._guards = guards
+    Raises:
+        LayoutError: A page does not exist, or is held.
+    """
+    held: list[Span] = []
+    try:
+        for span in spans:
+            guards[span.group].hold(span)
+            held.append(span)
+    except LayoutError:
+        release_all(guards, held)
+        raise
 
-    def keep(self) -> None:
-        self.kept = True
 
-    def __enter__(self) -> _Held:
-        return self
+def release_all(guards: Sequence[PageGuard], spans: Sequence[Span]) -> None:
+    for span in spans:
+        guards[span.group].release(span)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if not self.kept:
-            for span in self.spans:
-                self._guards[span.group].release(span)
+
+def page_indices(pages: Sequence[int] | npt.NDArray[np.integer]) -> npt.NDArray[np.int32]:
+    """Page indices as int32.
+
+    Raises:
+        LayoutError: They are no integers, not in one row, or out of range.
+    """
+    array = np.asarray(pages)
+    if array.size == 0:
+        return np.empty(0, np.int32)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise LayoutError(f"pages have type {array.dtype} and shape {array.shape}; a row of integers is needed")
+    if array.min() < 0 or array.max() >= 1 << 31:
+        raise LayoutError(f"pages {array.min()}..{array.max()} were given; a page index is 0..{(1 << 31) - 1}")
+    return array.astype(np.int32)
 
 
 def _pages(span: Span) -> npt.NDArray[np.int32]:

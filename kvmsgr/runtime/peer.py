@@ -9,8 +9,8 @@ import structlog
 from kvmsgr.core import peer as core
 from kvmsgr.core.failure import Failure
 from kvmsgr.core.peer import PeerState
-from kvmsgr.errors import LocalProtocolError, MismatchError
-from kvmsgr.layout import Template, build_templates, check_contexts, check_groups, context_template
+from kvmsgr.errors import LayoutError, LocalProtocolError, MismatchError
+from kvmsgr.layout import Template, build_templates, check_bounds, check_contexts, check_groups, context_template
 from kvmsgr_protocol import (
     PROTOCOL_VERSIONS,
     Attach,
@@ -113,9 +113,9 @@ class PeerDriver:
     def link_opened(self) -> None:
         self.feed(core.LinksOpened())
 
-    def link_failed(self, errno: int) -> None:
-        text = f"{self.node.fabric.choice.provider}: {OSError(errno).strerror or ''} {errno}".strip()
-        self.lose(Failure(Reason.fabric, f"a write to or from {self.name} failed ({text})"))
+    def link_failed(self, what: str) -> None:
+        detail = f"the link to {self.name} over {self.node.fabric.choice.provider}: {what}"
+        self.lose(Failure(Reason.fabric, detail))
 
     def link_closed(self) -> None:
         self.link = None
@@ -128,8 +128,13 @@ class PeerDriver:
 
     def send(self, message: Message) -> None:
         """Send a control message; to a peer that is gone nothing is sent."""
-        if self._connection is not None:
+        if self._connection is None:
+            return
+        try:
             self._connection.send(message)
+        except ValueError as error:  # what cannot be sent must not leave the rest of an effect undone
+            detail = f"{type(message).__name__} cannot be sent: {error}"
+            self.node.loop.call_soon(self.lose, Failure(Reason.protocol, detail))
 
     # What follows from it
 
@@ -145,7 +150,7 @@ class PeerDriver:
                 self._send_attach()
             case core.ConnectLinks():
                 self._connect()
-            case core.AnnounceLive():
+            case core.AnnounceLive() if self.machine.state is PeerState.live:
                 self._deadline.cancel()
                 log.info("peer live", peer=self.name, provider=self.node.fabric.choice.provider)
                 for fetch in self.waiting:
@@ -223,6 +228,9 @@ class PeerDriver:
         except MismatchError as error:
             self.lose(Failure(Reason.layout_mismatch, str(error)))
             return
+        except LayoutError as error:
+            self.lose(Failure(Reason.protocol, f"{self.name} describes memory that it does not have: {error}"))
+            return
         self.feed(core.Attached())
 
     def _plan(self, remote: RankAttach) -> None:
@@ -230,6 +238,7 @@ class PeerDriver:
         ours = self.node.memory
         check_groups(ours.groups, remote.groups)
         check_contexts(ours.context, remote.context)
+        check_bounds(remote.groups, remote.context, [region.num_bytes for region in remote.regions])
         self._plans = [build_templates(*pair) for pair in zip(ours.groups, remote.groups, strict=True)]
         self._context_plans = [
             context_template(*pair, ours.num_signals + 1) for pair in zip(ours.context, remote.context, strict=True)
@@ -240,7 +249,12 @@ class PeerDriver:
         assert self.remote is not None
         endpoint, poller = self.remote.endpoints[0], self.node.fabric.poller
         regions = [(region.base, region.num_bytes, region.key) for region in self.remote.regions]
-        poller.connect_link(self.link, endpoint.address, regions, endpoint.window)
+        window = min(endpoint.window, self.node.config.window)
+        try:
+            poller.connect_link(self.link, endpoint.address, regions, window)
+        except (ValueError, OverflowError) as error:
+            self.lose(Failure(Reason.protocol, f"{self.name} cannot be connected to: {error}"))
+            return
         self.templates = [[(self._add(plan), plan) for plan in plans] for plans in self._plans]
         self.context_templates = [self._add(plan) for plan in self._context_plans]
 

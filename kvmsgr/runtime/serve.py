@@ -13,6 +13,7 @@ import structlog
 
 from kvmsgr.core import serve as core
 from kvmsgr.core.failure import Failure
+from kvmsgr.errors import ConfigError
 from kvmsgr.layout import PageCursor, page_array
 from kvmsgr_protocol import Accept, Cancel, Dispatch, Drained, Failed, Finished, Message, Reason, Sent
 
@@ -53,7 +54,8 @@ class PrefillRequest:
         tokens: The prompt, uint32, shape (num_tokens,); empty where the decoder did not send it.
         payload: Opaque bytes from the decoder's engine.
         trace: Trace context from it.
-        context: Name of each context buffer to the bytes that the engine fills, shape (slot bytes,).
+        context: Name of each context buffer to the bytes that the engine fills, shape (slot bytes,). Empty when none is
+            wanted, and when the request is over and no step computes it any more.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class PrefillRequest:
         self.num_transfers = 0
         self.last_armed = self.num_positions == 0
         self._node = node
+        self.num_open_steps = 0
         self._num_ended = 0
         self._rows = 0
         self._machine = core.Serve(dispatch.request_id)
@@ -97,17 +100,22 @@ class PrefillRequest:
 
     @property
     def wants_context(self) -> bool:
-        """Whether the decoder wants the context buffers, so that the last step bumps once more."""
-        return self.context_slot >= 0
+        """Whether the decoder wants the context buffers; see `Step.signals_context`."""
+        return self.dispatch.context_slot >= 0
 
     @property
     def context(self) -> Mapping[str, npt.NDArray[np.uint8]]:
-        if not self.wants_context:
+        if self.context_slot < 0:
             return {}
         memory = self._node.memory
         return {
             layout.name: memory.context_view(index, self.context_slot) for index, layout in enumerate(memory.context)
         }
+
+    @property
+    def offered(self) -> bool:
+        """Whether the engine has not answered yet."""
+        return self._machine.state is core.ServeState.offered
 
     @property
     def ended(self) -> bool:
@@ -124,7 +132,13 @@ class PrefillRequest:
         self._feed(core.EngineDeclined(Failure(Reason.refused, reason)))
 
     def busy(self, reason: str, retry_after_s: float | None = None) -> None:
-        """Say that the request cannot be served now."""
+        """Say that the request cannot be served now.
+
+        Raises:
+            ConfigError: `retry_after_s` is no duration.
+        """
+        if retry_after_s is not None and not 0 <= retry_after_s <= 1e9:
+            raise ConfigError(f"retry_after_s is {retry_after_s}; a number of seconds, or None, is needed")
         self._feed(core.EngineDeclined(Failure(Reason.busy, reason, retry_after_s=retry_after_s)))
 
     def fail(self, reason: str) -> None:
@@ -164,6 +178,13 @@ class PrefillRequest:
             self._feed(core.ReadsEnded(self._rows))
         elif self.last_armed and self._machine.state in (core.ServeState.accepted, core.ServeState.arrived):
             self._feed(core.WritesCompleted(self._rows))
+
+    def release_context_slot(self) -> None:
+        """Give the slot back, unless a step may still write it: one that computes a request that has failed."""
+        posted = self.last_armed and self._rows == self.dispatch.expected_rows
+        if self.context_slot >= 0 and self._released.done() and (posted or not self.num_open_steps):
+            slot, self.context_slot = self.context_slot, -1
+            self._node.context_slots.give(slot)
 
     def failed(self, reason: Reason, detail: str) -> None:
         self._feed(core.Failed(Failure(reason, detail, self._rows, self.dispatch.expected_rows)))
@@ -205,8 +226,8 @@ class PrefillRequest:
             case core.ReleasePages(rows):
                 self._expiry.cancel()
                 log.info("source pages released", request_id=self.request_id, rows=rows)
-                self._node.inbox.release_context_slot(self)
                 _resolve(self._released, rows)
+                self.release_context_slot()
             case core.Forget():
                 self._node.inbox.forget(self)
         if self._settled:

@@ -10,11 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmsgr.device.counters import Signal
-from kvmsgr.errors import LayoutError, LocalProtocolError
+from kvmsgr.errors import ConfigError, LayoutError, LocalProtocolError, MessengerClosedError
 from kvmsgr.layout import PageWrites, Template
 from kvmsgr.types import Span
-from kvmsgr_protocol import immediate
+from kvmsgr_protocol import Reason, immediate
 
+from .pages import page_indices
 from .serve import PrefillRequest
 
 if TYPE_CHECKING:
@@ -73,39 +74,69 @@ class Step:
 
     Attributes:
         signal: What the forward does: `signal.start()` before it, `signal.bump()` after each layer.
+        signals_context: Whether one more bump is due after the context buffers were written, because a chunk is its
+            request's last and has context. It holds even if that request ends in the meantime.
         ticket: Its number on its counter; 0 for a step that moves nothing.
     """
 
-    def __init__(
-        self, node: Node, chunks: Sequence[Chunk], counter: int, num_bumps: int = 0, marks: Sequence[_Mark] = ()
-    ) -> None:
-        self.chunks = chunks
+    def __init__(self, node: Node, chunks: Sequence[Chunk], counter: int) -> None:
+        waits = [chunk for chunk in chunks if not chunk.ready]
+        self.chunks = waits
         self.counter = counter
-        self.num_bumps = num_bumps
         self.ticket = 0
         self.signal = Signal(node.counters[counter], 0)
+        self.signals_context = any(chunk.last and chunk.request.wants_context for chunk in waits)
+        self.num_bumps = node.memory.num_signals + self.signals_context if waits else 0
         self._node = node
-        self._marks = marks
+        self._marks = [_Mark(chunk) for chunk in waits]
 
-    def number(self, ticket: int) -> None:
+    def armed(self, ticket: int) -> None:
+        """The native layer has it."""
         self.ticket = ticket
         self.signal = Signal(self._node.counters[self.counter], ticket)
+        self._node.steps[(self.counter, ticket)] = self
+        for chunk in self.chunks:
+            chunk.request.num_open_steps += 1
 
     def abandon(self) -> None:
         """The forward will not run: nothing of this step is sent, and its chunks may be announced again.
 
+        Call it instead of `signal.start()`. A step that has started cannot be taken back, for layers of it may be on
+        their way: its requests fail, by name. A step that has shown all its signals, and one that moves nothing, are
+        left as they are. Chunks that were `ready` have gone when they were announced.
+
         Raises:
             LocalProtocolError: A later step of one of its requests was announced; abandon that one first.
         """
-        if self.ticket == 0:
-            return
-        with self._node.lock:
-            for mark in self._marks:
-                mark.check_newest()
-            for mark in self._marks:
-                mark.restore()
-            self._node.steps.pop((self.counter, self.ticket), None)
-            self._node.fabric.poller.abandon(self.counter, self.ticket)
+        node = self._node
+        with node.lock:
+            if (self.counter, self.ticket) not in node.steps or self.signal.num_bumps >= self.num_bumps:
+                return
+            if not self.signal.started:
+                for mark in self._marks:
+                    mark.check_newest()
+                for mark in self._marks:
+                    mark.restore()
+            del node.steps[(self.counter, self.ticket)]
+            node.fabric.poller.abandon(self.counter, self.ticket)
+        if self.signal.started:
+            seen = self.signal.num_bumps
+            detail = f"step {self.ticket} was abandoned after {seen} of {self.num_bumps} layer signals"
+            node.loop.call_soon_threadsafe(self.fail, detail)
+        else:
+            node.loop.call_soon_threadsafe(self.over)
+
+    def fail(self, detail: str) -> None:
+        """Fail the requests whose chunks it computes."""
+        for chunk in self.chunks:
+            chunk.request.failed(Reason.step_fault, detail)
+        self.over()
+
+    def over(self) -> None:
+        """The forward computes nothing more."""
+        for chunk in self.chunks:
+            chunk.request.num_open_steps -= 1
+            chunk.request.release_context_slot()
 
 
 class _Mark:
@@ -136,29 +167,30 @@ class _Mark:
 
 def begin_step(node: Node, chunks: Sequence[Chunk], counter: int) -> Step:
     """Announce a step; see `Messenger.begin_step`."""
-    if not chunks:
-        return Step(node, chunks, counter)
+    if not 0 <= counter < len(node.counters):
+        raise ConfigError(f"layer counter {counter} does not exist; there are {len(node.counters)}")
+    requests = [chunk.request for chunk in chunks]
+    if len(set(requests)) < len(requests):
+        raise LayoutError("a step has one chunk a request at most; announce pages that are ready by themselves")
     with node.lock:
+        if node.closing:
+            raise MessengerClosedError("the messenger is closed: no step can be announced")
         marks = [_Mark(chunk) for chunk in chunks]
-        before = [(chunk.request, chunk.request.num_transfers, chunk.request.last_armed) for chunk in chunks]
+        tallies = [request.num_transfers for request in requests]
         try:
-            return _arm(node, chunks, counter, marks)
+            return _arm(node, chunks, counter)
         except BaseException:
-            for mark in reversed(marks):
+            for mark, request, num_transfers in zip(marks, requests, tallies, strict=True):
                 mark.restore()
-            for request, num_transfers, last_armed in reversed(before):
-                request.num_transfers, request.last_armed = num_transfers, last_armed
+                request.num_transfers = num_transfers
             raise
 
 
-def _arm(node: Node, chunks: Sequence[Chunk], counter: int, marks: Sequence[_Mark]) -> Step:
-    batch = _Batch()
+def _arm(node: Node, chunks: Sequence[Chunk], counter: int) -> Step:
+    step, batch = Step(node, chunks, counter), _Batch()
     for chunk in chunks:
         _advance(node, chunk, batch)
-    waits = [chunk for chunk in chunks if not chunk.ready]
-    num_bumps = node.memory.num_signals + any(chunk.last and chunk.request.wants_context for chunk in waits)
-    step = Step(node, chunks, counter, num_bumps if waits else 0, marks)
-    if waits or batch.transfers:
+    if step.num_bumps or batch.transfers:
         ticket = node.fabric.begin_step(
             counter,
             step.num_bumps,
@@ -169,11 +201,10 @@ def _arm(node: Node, chunks: Sequence[Chunk], counter: int, marks: Sequence[_Mar
             batch.edge_starts,
             int(node.config.step_timeout_s * 1e9),
         )
-        if waits:
-            step.number(ticket)
-            node.steps[(counter, ticket)] = step
+        if step.num_bumps:
+            step.armed(ticket)
     for chunk in chunks:
-        if chunk.last and not chunk.request.num_transfers:
+        if chunk.last:  # its own writes may be complete already, or there are none
             node.loop.call_soon_threadsafe(chunk.request.check_completed)
     return step
 
@@ -181,6 +212,8 @@ def _arm(node: Node, chunks: Sequence[Chunk], counter: int, marks: Sequence[_Mar
 def _advance(node: Node, chunk: Chunk, batch: _Batch) -> None:
     """Plan the pages that this chunk makes final."""
     request = chunk.request
+    if request.offered:
+        raise LocalProtocolError(f"request {request.request_id!r} has not been accepted: call accept() first")
     if not request.next_position == chunk.start < chunk.stop <= request.num_positions:
         raise LayoutError(
             f"request {request.request_id!r}: chunk [{chunk.start}, {chunk.stop}) was announced, expected is one that "
@@ -192,8 +225,8 @@ def _advance(node: Node, chunk: Chunk, batch: _Batch) -> None:
     for span in chunk.spans:
         if not 0 <= span.group < len(request.cursors):
             raise LayoutError(f"a span names group {span.group}; there are {len(request.cursors)}")
-        request.cursors[span.group].add_source(span.first_token, np.asarray(span.pages, dtype=np.int32))
-    transfers = list(_transfers(node, chunk))
+        request.cursors[span.group].add_source(span.first_token, page_indices(span.pages))
+    transfers = list(_transfers(chunk))
     request.num_transfers += len(transfers)
     request.last_armed = chunk.last
     imm = immediate.base(request.dispatch.slot, request.dispatch.generation)
@@ -201,7 +234,7 @@ def _advance(node: Node, chunk: Chunk, batch: _Batch) -> None:
         batch.add((request.peer.link, template, imm, request.tag, chunk.ready), pairs, edges)
 
 
-def _transfers(node: Node, chunk: Chunk) -> Iterator[tuple[int, npt.NDArray[np.int32], npt.NDArray[np.uint64]]]:
+def _transfers(chunk: Chunk) -> Iterator[tuple[int, npt.NDArray[np.int32], npt.NDArray[np.uint64]]]:
     """(template, page pairs, edges) of each transfer."""
     request = chunk.request
     for cursor, templates in zip(request.cursors, request.peer.templates, strict=True):

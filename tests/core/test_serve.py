@@ -76,6 +76,12 @@ def test_an_engine_that_declines_reads_nothing() -> None:
     assert effects == [SendDecline(busy), SettleOutcome(busy), ReleasePages(0), Forget()]
 
 
+@pytest.mark.parametrize("event", [Failed(FAILURE), DecoderFailed(FAILURE)])
+def test_a_request_that_ends_before_the_engine_answered_was_never_taken_up(event: object) -> None:
+    effects = Serve("r").feed(event)
+    assert effects == [SendDecline(FAILURE), SettleOutcome(FAILURE), ReleasePages(0), Forget()]
+
+
 def test_a_request_without_rows_is_over_before_the_engine_answers() -> None:
     serve = Serve("r")
     assert serve.feed(DecoderFinished()) == [SettleOutcome(None), ReleasePages(0), Forget()]

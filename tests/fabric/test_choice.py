@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvmsgr._ext import native
-from kvmsgr.errors import FabricUnavailableError
+from kvmsgr.errors import ConfigError, FabricUnavailableError
 from kvmsgr.fabric import leftovers
 from kvmsgr.fabric.choice import candidates
 from kvmsgr.fabric.libfabric import FabricSettings, StateView, open_fabric
@@ -66,16 +66,40 @@ def test_the_fallback_of_auto_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path:
         opened.close()
 
 
-def test_what_dead_processes_left_is_swept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def dead_pid() -> int:
     child = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
-    dead = int(child.stdout)
+    return int(child.stdout)
+
+
+def test_what_dead_processes_left_is_swept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(leftovers, "SHARED_MEMORY", tmp_path)
-    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
-    kept = [f"kvmsgr-{os.getpid()}-aa.state", f"{os.getpid()}:{os.getuid()}:0", f"{dead}:{os.getuid() + 1}:0", "other"]
-    for name in [f"kvmsgr-{dead}-aa.state", f"{dead}:{os.getuid()}:3", *kept]:
+    dead, uid = dead_pid(), os.getuid()
+    kept = [f"kvmsgr-{os.getpid()}-aa.state", f"{os.getpid()}:{uid}:0", f"{dead}:{uid + 1}:0", "other"]
+    for name in [f"kvmsgr-{dead}-aa.state", f"{dead}:{uid}:3", *kept]:
         (tmp_path / name).touch()
-    leftovers.sweep_leftovers()
+    leftovers.sweep(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
+
+
+def test_a_state_file_that_is_locked_is_kept_even_if_its_process_cannot_be_seen(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(leftovers, "SHARED_MEMORY", tmp_path)
+    dead = dead_pid()
+    names = [f"kvmsgr-{dead}-aa.state", f"{dead}:{os.getuid()}:3"]
+    for name in names:
+        (tmp_path / name).touch()
+    held = leftovers.lock(str(tmp_path / names[0]))  # as from another pid namespace
+    leftovers.sweep(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
+    os.close(held)
+    leftovers.sweep(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_hold_the_state_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="state_dir"):
+        open_fabric(settings("net", True, tmp_path / "nowhere"), [])
 
 
 def test_the_state_of_a_messenger_can_be_read_from_outside(tmp_path: Path) -> None:

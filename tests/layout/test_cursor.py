@@ -44,6 +44,15 @@ def test_a_step_that_did_not_run_gives_its_pages_again() -> None:
     assert (again.pairs.tolist(), again.edges) == (taken.pairs.tolist(), taken.edges)
 
 
+def test_a_step_that_did_not_run_leaves_no_source_page_behind() -> None:
+    request = cursor()
+    mark = request.mark()
+    request.add_source(0, [1, 2, 3])
+    request.restore(mark)
+    request.add_source(0, [4, 5, 6])
+    assert request.advance(4).pairs[:, 0].tolist() == [4]
+
+
 def test_a_computed_last_token_is_not_moved() -> None:
     request = cursor()
     request.add_source(0, [1, 2, 3])

@@ -134,7 +134,7 @@ class Pair:
         for layer in range(LAYERS if num_bumps is None else min(num_bumps, LAYERS)):
             self.prefiller.cache.put(request_number, [layer], pages, chunk.start, chunk.stop)
             step.signal.bump()
-        if num_bumps is None and chunk.last and chunk.request.wants_context:
+        if num_bumps is None and step.signals_context:
             hidden = np.full(DIM, request_number, np.float32)
             chunk.request.context["hidden"][:] = hidden.view(np.uint8)
             step.signal.bump()
