@@ -48,14 +48,18 @@ class DecodeNode:
         """Have a prompt prefilled elsewhere, then generate from it here.
 
         Raises:
-            kvmsgr.errors.TransferError: The KV did not arrive.
+            kvmsgr.errors.KvmsgrError: The KV was not asked for, or did not arrive.
             MemoryError: Not enough free pages.
         """
         started = time.monotonic()
         cache = self._engine.cache
         job = Job(request_id, prompt, cache.allocate(cache.pages_for(len(prompt) + self._new_tokens)))
         pages = job.pages[: cache.pages_for(job.num_prefill)]
-        fetch = self._messenger.fetch(request_id, sources=[source], tokens=prompt, spans=[kvmsgr.Span(0, 0, pages)])
+        try:
+            fetch = self._messenger.fetch(request_id, sources=[source], tokens=prompt, spans=[kvmsgr.Span(0, 0, pages)])
+        except kvmsgr.errors.KvmsgrError:
+            cache.release(job.pages)  # nothing was asked for
+            raise
         generation = Generation(job)
         try:
             arrival = await fetch

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -13,14 +12,6 @@ import kvmsgr
 from .engine import Engine
 from .node import model_thread
 from .scheduler import Job, Piece, PrefillScheduler
-
-
-@dataclass(frozen=True, eq=False)
-class Served:
-    """A request and the job it became."""
-
-    request: kvmsgr.PrefillRequest
-    job: Job
 
 
 def ignore(request_id: str) -> None:
@@ -53,7 +44,7 @@ class PrefillNode:
         self._engine, self._messenger = engine, messenger
         self._post_at_end, self._before_last_signal = post_at_end, before_last_signal
         self._scheduler = PrefillScheduler(step_tokens, max_running, lambda job: engine.allocate(job.num_prefill))
-        self._served: dict[str, Served] = {}
+        self._requests: dict[Job, kvmsgr.PrefillRequest] = {}
         self._followers: set[asyncio.Task[None]] = set()
         self._work = asyncio.Event()
         self._between_steps = asyncio.Lock()
@@ -64,13 +55,13 @@ class PrefillNode:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._run_steps())
             async for request in self._messenger.requests():
-                served = Served(request, Job(request.request_id, request.tokens.tolist()))
-                self._served[request.request_id] = served
+                job = Job(request.request_id, request.tokens.tolist())
+                self._requests[job] = request
                 request.accept()
-                if served.job.num_prefill:
-                    self._scheduler.add(served.job)
+                if job.num_prefill:
+                    self._scheduler.add(job)
                     self._work.set()
-                follower = group.create_task(self._follow(served))
+                follower = group.create_task(self._follow(job, request))
                 self._followers.add(follower)
                 follower.add_done_callback(self._followers.discard)
 
@@ -78,15 +69,15 @@ class PrefillNode:
         """Wait until the decoders have said what became of every request served so far; see `outcomes`."""
         await asyncio.gather(*self._followers)
 
-    async def _follow(self, served: Served) -> None:
+    async def _follow(self, job: Job, request: kvmsgr.PrefillRequest) -> None:
         """Take the pages back when nothing reads them any more, whether the request went well or failed half-way."""
-        await served.request.released()
+        await request.released()
         async with self._between_steps:  # the step under way may still compute into the pages of a failed request
-            self._scheduler.drop(served.job)
-            self._engine.cache.release(served.job.pages)
-            del self._served[served.job.request_id]
+            self._scheduler.drop(job)
+            self._engine.cache.release(job.pages)
+            del self._requests[job]
         self._work.set()
-        self.outcomes[served.job.request_id] = await served.request.outcome()
+        self.outcomes[job.request_id] = await request.outcome()
 
     async def _run_steps(self) -> None:
         loop = asyncio.get_running_loop()
@@ -123,13 +114,11 @@ class PrefillNode:
 
         step.signal.start()
         hidden = self._engine.prefill(pieces, after_layer)
-        bump_again = False
         for piece, state in zip(pieces, hidden, strict=True):
-            request = self._served[piece.job.request_id].request
-            if piece.is_last and request.wants_context:
-                torch.frombuffer(request.context["hidden"], dtype=torch.float32).copy_(state)
-                bump_again = True
-        if bump_again:
+            context = self._requests[piece.job].context
+            if piece.is_last and "hidden" in context:
+                torch.frombuffer(context["hidden"], dtype=torch.float32).copy_(state)
+        if step.signals_context:
             step.signal.bump()
         if self._post_at_end and ending:
             self._messenger.begin_step([self._chunk(Piece(piece.job, 0, piece.stop), ready=True) for piece in ending])
@@ -137,5 +126,6 @@ class PrefillNode:
     def _chunk(self, piece: Piece, *, ready: bool = False) -> kvmsgr.Chunk:
         first_page = piece.start // self._engine.cache.page_tokens
         pages = piece.job.pages[first_page : self._engine.cache.pages_for(piece.stop)]
-        request = self._served[piece.job.request_id].request
-        return kvmsgr.Chunk(request, piece.start, piece.stop, [kvmsgr.Span(0, piece.start, pages)], ready=ready)
+        return kvmsgr.Chunk(
+            self._requests[piece.job], piece.start, piece.stop, [kvmsgr.Span(0, piece.start, pages)], ready=ready
+        )
