@@ -10,8 +10,6 @@ static void set_environment(void)
     setenv("FI_SHM_DISABLE_CMA", "1", 0);         /* with CMA a frozen target reads pages after they were given up */
     setenv("FI_OFI_RXM_BUFFER_SIZE", "512", 0);   /* its defaults cost 70 MiB an endpoint */
     setenv("FI_OFI_RXM_MSG_RX_SIZE", "64", 0);
-    setenv("IPATH_NO_BACKTRACE", "1", 0);         /* libraries that replace our signal handlers */
-    setenv("HFI_NO_BACKTRACE", "1", 0);
 }
 static pthread_once_t environment_once = PTHREAD_ONCE_INIT;
 

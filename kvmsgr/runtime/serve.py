@@ -120,7 +120,7 @@ class PrefillRequest:
     @property
     def ended(self) -> bool:
         """Whether the request is over, well or not: chunks of it move nothing any more."""
-        return self._machine.state not in (core.ServeState.accepted, core.ServeState.offered)
+        return self._machine.state in (core.ServeState.stopping, core.ServeState.ended)
 
     def accept(self) -> None:
         """Take the request: chunks of it may be announced. Does nothing when the request is over already."""

@@ -117,6 +117,8 @@ class Step:
                     mark.check_newest()
                 for mark in self._marks:
                     mark.restore()
+            for chunk in self.chunks:
+                chunk.request.last_armed = False  # what is stopped now must not look complete
             del node.steps[(self.counter, self.ticket)]
             node.fabric.poller.abandon(self.counter, self.ticket)
         if self.signal.started:
