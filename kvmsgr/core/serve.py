@@ -15,7 +15,8 @@ from .machine import Machine, go
 
 
 class ServeState(StrEnum):
-    offered = "offered"  # the engine has not answered yet
+    announced = "announced"  # the engine came first: it waits for the decoder's Dispatch of the same request id
+    offered = "offered"  # the decoder came first: the engine has not answered yet
     accepted = "accepted"  # chunks may be armed
     sent = "sent"  # every write is locally complete; the decoder has not answered yet
     arrived = "arrived"  # the decoder counted every row before our own completions were read
@@ -24,6 +25,11 @@ class ServeState(StrEnum):
 
 
 # Events
+@dataclass(frozen=True, slots=True)
+class Dispatched:
+    """The decoder asks for a request that the engine has announced."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineAccepted:
     """The engine takes the request."""
@@ -182,9 +188,16 @@ _S = ServeState
 
 
 class Serve(Machine):
-    """One request. `state` ends in `ended`, with exactly one SettleOutcome and one ReleasePages on the way."""
+    """One request. `state` ends in `ended`, with exactly one SettleOutcome and one ReleasePages on the way.
+
+    Args:
+        name: The request id, by which the two sides meet: either may come first.
+        start: `offered`, or `announced` where the engine came first.
+    """
 
     table: ClassVar = {
+        (_S.announced, Dispatched): go(_S.accepted, _send_accept),
+        (_S.announced, Failed): go(_S.ended, _failed, _release_unread, _forget),
         (_S.offered, EngineAccepted): go(_S.accepted, _send_accept),
         (_S.offered, EngineDeclined): go(_S.ended, _send_decline, _failed, _release_unread, _forget),
         # Nothing was posted, and the decoder may know it: a request that was never taken up leaves its pages clean.
@@ -217,6 +230,6 @@ class Serve(Machine):
         (_S.ended, Failed): go(_S.ended),
     }
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, start: ServeState = ServeState.offered) -> None:
         super().__init__(name)
-        self.state: ServeState = ServeState.offered
+        self.state: ServeState = start

@@ -27,6 +27,7 @@ EXAMPLES: dict[type, object] = {
     fetch.TimeExpired: fetch.TimeExpired(9, 1.5),
     fetch.Closed: fetch.Closed(9),
     fetch.LegsClean: fetch.LegsClean(),
+    serve.Dispatched: serve.Dispatched(),
     serve.EngineAccepted: serve.EngineAccepted(),
     serve.EngineDeclined: serve.EngineDeclined(Failure(Reason.refused, "no")),
     serve.WritesCompleted: serve.WritesCompleted(10),
@@ -50,6 +51,12 @@ def new_machines() -> dict[type[Machine], Machine]:
         serve.Serve: serve.Serve("r1"),
         peer.Peer: peer.Peer("p"),
     }
+
+
+def starts_of(kind: type[Machine]) -> list[StrEnum]:
+    """A request begins where the side that came first puts it."""
+    first = new_machines()[kind].state
+    return [first, serve.ServeState.announced] if kind is serve.Serve else [first]
 
 
 def states_of(kind: type[Machine]) -> set[StrEnum]:

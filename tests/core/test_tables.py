@@ -8,15 +8,15 @@ from kvmsgr.core import fetch, leg, peer, serve
 from kvmsgr.core.machine import Machine
 from kvmsgr.errors import LocalProtocolError
 
-from .machines import EXAMPLES, events_of, new_machines, states_of
+from .machines import EXAMPLES, events_of, new_machines, starts_of, states_of
 
 KINDS = [leg.Leg, fetch.Fetch, serve.Serve, peer.Peer]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_state_is_reachable(kind: type[Machine]) -> None:
-    start = new_machines()[kind].state
-    reached, todo = {start}, [start]
+    todo = starts_of(kind)
+    reached = set(todo)
     while todo:
         state = todo.pop()
         for event in events_of(kind, state):
