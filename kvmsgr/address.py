@@ -57,7 +57,7 @@ def parse(address: str) -> Tcp | Unix:
     Raises:
         AddressError: It is none.
     """
-    if address.startswith("unix:") and len(address) > len("unix:"):
+    if address.startswith("unix:") and len(address) > len("unix:") and "\0" not in address:
         return Unix(address.removeprefix("unix:"))
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     in_brackets = host.startswith("[") and host.endswith("]")

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from kvmsgr.address import Tcp, parse
 from kvmsgr.errors import ConfigError
 
+MAX_S = 1e7
+MAX_NAME = 256
+MAX_CQ_ENTRIES = 1 << 20
 FABRICS = ("auto", "shm", "net", "tcp")
 
 
@@ -62,10 +65,15 @@ class Config:
         if isinstance(listen, Tcp) and listen.is_wildcard and self.advertise is None:
             raise ConfigError(f"listen is {self.listen!r}, which no peer can dial; set advertise to this host's name")
         for field in ("time_allowed_s", "stall_s", "connect_timeout_s", "step_timeout_s"):
-            if not getattr(self, field) > 0:
-                raise ConfigError(f"{field} is {getattr(self, field)!r}; it must be positive")
+            if not 0 < getattr(self, field) < MAX_S:
+                raise ConfigError(f"{field} is {getattr(self, field)!r}; it must be positive and below {MAX_S:g}")
+        for field in ("name", "model"):
+            if len(getattr(self, field)) > MAX_NAME:
+                raise ConfigError(f"{field} has {len(getattr(self, field))} characters; at most {MAX_NAME} travel")
         cores = os.sched_getaffinity(0)
         if self.poller_core is not None and self.poller_core not in cores:
             raise ConfigError(f"poller_core is {self.poller_core}; this process may run on {sorted(cores)}")
+        if not 0 < self.cq_entries <= MAX_CQ_ENTRIES:
+            raise ConfigError(f"cq_entries is {self.cq_entries}; it must be in 1..{MAX_CQ_ENTRIES}")
         if not 0 < self.window <= self.cq_entries // 2:
             raise ConfigError(f"window is {self.window}; it must be in 1..{self.cq_entries // 2} (half of cq_entries)")

@@ -25,6 +25,7 @@ KvmsgrError
 │   ├── EngineFailedError       the engine on one side gave the request up
 │   ├── PeerProtocolError       the peer broke the rules, or does not know the request
 │   └── ClosedError             one of the two messengers closed
+├── FabricStuckError            the polling thread does not come back out of libfabric
 ├── StepLimitError              more steps are announced than a layer counter can tell apart
 └── MessengerClosedError        a call came after close
 """
@@ -186,6 +187,11 @@ class EngineFailedError(TransferError):
     """The engine of one side gave the request up."""
 
     reason = Reason.engine
+
+
+class FabricStuckError(KvmsgrError):
+    """The polling thread hangs inside libfabric, as after a shm peer was killed while it held a lock of ours. Nothing
+    moves any more: close the messenger and open another; the memory of this one is never freed."""
 
 
 class StepLimitError(KvmsgrError):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 import secrets
+import warnings
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -72,7 +74,7 @@ class Messenger:
             state_dir=config.state_dir,
         )
         regions = [(region.address, region.num_bytes) for region in memory.regions]
-        fabric = await asyncio.get_running_loop().run_in_executor(None, open_fabric, settings, regions)
+        fabric = await asyncio.get_running_loop().run_in_executor(None, open_fabric, settings, regions, memory)
         node = Node(config, memory, fabric, incarnation)
         try:
             server, bound = await listen(address, node.connection_accepted)
@@ -133,7 +135,7 @@ class Messenger:
             raise ConfigError(f"{len(sources)} sources were given; one rank to one rank is what can be moved so far")
         if len(tokens) == 0:
             raise ConfigError(f"request {request_id!r} has no tokens; a prompt has at least one")
-        ids = [int(token) for token in tokens]
+        ids = [operator.index(token) for token in tokens]
         return self._node.fetch(request_id, sources[0], ids, spans, payload, dict(trace or {}), time_allowed_s)
 
     # The prefiller's side
@@ -185,6 +187,12 @@ class Messenger:
         finally:
             await self._server.wait_closed()
             release(self._address)
+
+    def __del__(self) -> None:
+        if self._closing is None:
+            warnings.warn(
+                f"messenger {self.descriptor.name!r} was never closed", ResourceWarning, stacklevel=2, source=self
+            )
 
     async def __aenter__(self) -> Messenger:
         return self

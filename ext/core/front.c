@@ -9,6 +9,7 @@
 
 #define SOURCE_KEY 0x50c0000000000000ull
 #define SUBMIT_WAIT_NS KV_S
+#define JOIN_WAIT_S 5
 
 /* ---- opening and closing ---- */
 struct kv_poller *kv_poller_open(const struct kv_config *config, struct kv_state *state, struct kv_error *e)
@@ -47,16 +48,28 @@ undo:
     return NULL;
 }
 
-void kv_poller_close(struct kv_poller *p)
+/* The thread may be stuck inside libfabric: a shm peer that was killed can have held a lock of our endpoint. */
+static bool join(struct kv_poller *p)
+{
+    struct timespec until;
+    clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_sec += JOIN_WAIT_S;
+    return !pthread_timedjoin_np(p->front.thread, NULL, &until);
+}
+
+bool kv_poller_close(struct kv_poller *p)
 {
     if (atomic_exchange(&p->front.closed, true))
-        return;
+        return !p->front.stuck;
     while (atomic_load(&p->front.callers))
         sched_yield();   /* calls under way finish first; no new one begins */
     if (p->front.started) {
         atomic_store(&p->stop, true);
         kv_bell_ring(&p->commands.bell);
-        pthread_join(p->front.thread, NULL);
+        if (!join(p)) {
+            p->front.stuck = true;
+            return false;
+        }
     } else {
         kv_poller_wind_down(p);
     }
@@ -75,11 +88,13 @@ void kv_poller_close(struct kv_poller *p)
     atomic_store_explicit(&p->front.joined, true, memory_order_release);
     if (p->backlog_head < p->backlog_tail)
         kv_bell_ring(&p->records.bell);
+    return true;
 }
 
 void kv_poller_free(struct kv_poller *p)
 {
-    kv_poller_close(p);
+    if (!kv_poller_close(p))
+        return;   /* the thread may go on one day: nothing it uses is freed */
     kv_bell_close(&p->records.bell);
     pthread_mutex_destroy(&p->front.lock);
     free(atomic_load(&p->trace));

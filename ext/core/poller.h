@@ -60,7 +60,7 @@ struct kv_poller {
         pthread_mutex_t lock;
         _Atomic uint32_t callers;
         _Atomic bool closed, joined;
-        bool started;
+        bool started, stuck;
         pthread_t thread;
         uint32_t num_regions, num_streams, num_templates, template_capacity, links_made;
         struct kv_region regions[KV_MAX_REGIONS];
@@ -88,8 +88,9 @@ struct kv_poller {
 /* ---- callers' side (front.c) ---- */
 struct kv_poller *kv_poller_open(const struct kv_config *config, struct kv_state *state, struct kv_error *e);
 bool kv_poller_self_test(struct kv_poller *p, struct kv_error *e);
-/* Joins the thread, ends every link and transfer, closes the domain. What was recorded can still be taken. */
-void kv_poller_close(struct kv_poller *p);
+/* Joins the thread, ends every link and transfer, closes the domain. What was recorded can still be taken. False when
+   the thread does not come back: then nothing is closed or freed, and what it uses must stay for good. */
+bool kv_poller_close(struct kv_poller *p);
 void kv_poller_free(struct kv_poller *p);
 
 int64_t kv_register(struct kv_poller *p, uint64_t address, uint64_t bytes, struct kv_error *e);      /* -1: error */

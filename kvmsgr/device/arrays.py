@@ -34,6 +34,8 @@ def raw_array(array: ArrayLike) -> RawArray:
         LayoutError: The object is none of the kinds above, or lies in memory that is not supported here.
     """
     if isinstance(array, RawArray):
+        if not 0 < array.address < 1 << 64:
+            raise LayoutError(f"an array lies at address {array.address}; there is no memory there")
         return array
     if isinstance(array, _Tensor):
         if str(array.device.type) != "cpu":
@@ -51,6 +53,8 @@ def raw_array(array: ArrayLike) -> RawArray:
             view = np.from_dlpack(array)
         except (BufferError, RuntimeError, TypeError) as error:
             raise LayoutError(f"DLPack refused {type(array).__name__}: {error}; pass a kvmsgr.RawArray") from error
+        if not view.flags.writeable:
+            raise LayoutError(f"the memory of {type(array).__name__} is read-only; a cache must be writable")
         return RawArray(
             address=int(view.__array_interface__["data"][0]),
             shape=view.shape,

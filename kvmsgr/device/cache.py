@@ -98,6 +98,8 @@ class Memory:
             layout, region = describe_context(buffer.name, raw_array(buffer.array), len(ranges))
             layouts.append(layout)
             ranges.append(region)
+        _check_names([*(group.name for group in groups), *(buffer.name for buffer in context)])
+        _check_apart(ranges, len(regions))
         return cls(
             groups=tuple(groups),
             context=tuple(layouts),
@@ -110,14 +112,34 @@ class Memory:
         """The bytes of one slot of context buffer `index`, shape (slot bytes,), writable."""
         layout = self.context[index]
         address = self.regions[layout.region].address + layout.offset_bytes + slot * layout.slot_stride_bytes
-        return bytes_at(address, layout.unit_bytes * layout.num_units)
+        return bytes_at(address, layout.unit_bytes * layout.num_units, self.keep_alive)
 
 
 class _At:
-    def __init__(self, address: int, num_bytes: int) -> None:
+    """Memory by its address; `owner` lives as long as any view of it."""
+
+    def __init__(self, address: int, num_bytes: int, owner: object) -> None:
+        self.owner = owner
         self.__array_interface__ = {"version": 3, "data": (address, False), "shape": (num_bytes,), "typestr": "|u1"}
 
 
-def bytes_at(address: int, num_bytes: int) -> npt.NDArray[np.uint8]:
-    """View memory by its address; the caller keeps it alive."""
-    return np.asarray(_At(address, num_bytes))
+def bytes_at(address: int, num_bytes: int, owner: object) -> npt.NDArray[np.uint8]:
+    """View memory by its address; `owner` is what keeps it there."""
+    return np.asarray(_At(address, num_bytes, owner))
+
+
+def _check_names(names: Sequence[str]) -> None:
+    for name in names:
+        if names.count(name) > 1:
+            raise LayoutError(f"two cache groups or context buffers are named {name!r}; names tell them apart")
+
+
+def _check_apart(ranges: Sequence[RegionRange], num_cache_regions: int) -> None:
+    """A context buffer shares no memory with another one, or with the cache."""
+    for index in range(num_cache_regions, len(ranges)):
+        for other in range(index):
+            if ranges[index].address < ranges[other].end and ranges[other].address < ranges[index].end:
+                raise LayoutError(
+                    f"context buffer {index - num_cache_regions} shares memory with "
+                    + ("the cache" if other < num_cache_regions else f"buffer {other - num_cache_regions}")
+                )

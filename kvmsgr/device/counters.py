@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvmsgr._ext.native import LayerCounter
+from kvmsgr.errors import LocalProtocolError
 
 __all__ = ["LayerCounter", "Signal"]
 
@@ -27,7 +28,17 @@ class Signal:
 
     def bump(self) -> None:
         """Say that one more layer is final: once after each layer's attention output projection, and once more after
-        the context buffers were written, where `Step.signals_context` says so."""
+        the context buffers were written, where `Step.signals_context` says so.
+
+        Raises:
+            LocalProtocolError: The forward was not started, or another one has started since: the bump would count for
+                that one.
+        """
+        if self._counter.ticket != self.ticket:
+            raise LocalProtocolError(
+                f"a bump of step {self.ticket} while the layer counter is at step {self._counter.ticket}: "
+                "start() comes first, and all bumps before the next start()"
+            )
         self._counter.bump()
 
     @property

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmsgr._ext import native
-from kvmsgr.errors import ConfigError, FabricUnavailableError, StepLimitError
+from kvmsgr.errors import ConfigError, FabricStuckError, FabricUnavailableError, StepLimitError
 
 from .choice import FabricChoice, candidates
 from .leftovers import lock, state_folder, sweep
@@ -76,17 +76,32 @@ class Fabric:
         except native.RingFullError as error:
             raise StepLimitError(str(error)) from error
 
+    def stop(self) -> None:
+        """Stop the poller and close every link. May take seconds; what was recorded can still be taken.
+
+        Raises:
+            FabricStuckError: It does not stop.
+        """
+        try:
+            self.poller.close()
+        except native.NativeError as error:
+            if self.state.path is not None:
+                Path(self.state.path).unlink(missing_ok=True)
+            raise FabricStuckError(str(error)) from error
+
     def close(self) -> None:
         """Close every link, the poller and the state file. Idempotent."""
-        self.poller.close()
+        self.stop()
         self.state.close()
         if self._state_lock >= 0:
             os.close(self._state_lock)
             self._state_lock = -1
 
 
-def open_fabric(settings: FabricSettings, regions: Sequence[tuple[int, int]]) -> Fabric:
+def open_fabric(settings: FabricSettings, regions: Sequence[tuple[int, int]], owner: object = None) -> Fabric:
     """Open the first candidate that passes the self-test, and register `regions` (address, bytes) with it.
+
+    `owner` keeps their memory alive; it is held until the poller has stopped.
 
     Raises:
         FabricUnavailableError: None passed; the message says what each one answered.
@@ -109,7 +124,7 @@ def open_fabric(settings: FabricSettings, regions: Sequence[tuple[int, int]]) ->
             )
             poller.self_test()
             for address, num_bytes in regions:
-                poller.register(address, num_bytes)
+                poller.register(address, num_bytes, owner)
         except native.NativeError as error:
             answers.append(f"{provider}: {error}")
             if poller is not None:

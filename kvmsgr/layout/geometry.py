@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from kvmsgr.errors import LayoutError
+from kvmsgr.layout.overlap import check_apart
 from kvmsgr.layout.regions import RegionRange, locate, merge_ranges
 from kvmsgr.layout.views import group_views, parse_dims
 from kvmsgr.types import RawArray
@@ -83,8 +84,6 @@ def describe_group(
                 entries.append(LayerEntry(layer, len(planes), region, offset_bytes, signals[layer]))
             row_bytes = part[0].size["dim"] * first.array.item_bytes
             planes.append(PlaneLayout(row_bytes, strides["page"], strides["head"], strides["token"]))
-    if len({(entry.region, entry.offset_bytes) for entry in entries}) < len(entries):
-        raise LayoutError(f"group {name!r}: two layers or planes are the same memory; name a shared one once")
     group = GroupLayout(
         name=name,
         dtype=first.array.dtype,
@@ -97,6 +96,7 @@ def describe_group(
         planes=planes,
         entries=sorted(entries, key=lambda entry: (entry.signal, entry.plane)),
     )
+    check_apart(group)
     return group, regions
 
 

@@ -12,6 +12,8 @@ from kvmsgr.address import Tcp, Unix
 from kvmsgr.errors import AddressError
 from kvmsgr_protocol import FrameReader, Message, WireError, encode
 
+PATIENCE_S = 1.0
+
 
 class Receiver(Protocol):
     """Who hears what a connection brings."""
@@ -62,18 +64,23 @@ class Connection(asyncio.Protocol):
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(encode(message))
 
-    def close(self) -> None:
-        """Send what is queued, then close. The receiver hears nothing more."""
-        self._closed = True
-        if self._transport is not None:
-            self._transport.close()
+    @property
+    def num_unsent_bytes(self) -> int:
+        """Bytes that wait for the peer to read."""
+        return self._transport.get_write_buffer_size() if self._transport is not None else 0
 
-    async def wait_closed(self, patience_s: float) -> None:
-        """Wait until what was queued is sent; a peer that does not read it loses it after `patience_s`."""
-        _, late = await asyncio.wait([self.ended], timeout=patience_s)
-        if late and self._transport is not None:
-            self._transport.abort()
-            await self.ended
+    def close(self) -> None:
+        """Send what is queued, then close. The receiver hears nothing more.
+
+        Our side is closed first, and the rest when the peer has closed its own: closing both at once while the peer is
+        sending would take our last message from it. A peer that does not close is cut off after `PATIENCE_S`.
+        """
+        self._closed = True
+        if self._transport is None or self._transport.is_closing():
+            return
+        self._transport.write_eof()
+        deadline = asyncio.get_running_loop().call_later(PATIENCE_S, self._transport.abort)
+        self.ended.add_done_callback(lambda _: deadline.cancel())
 
 
 async def dial(address: Tcp | Unix, on_made: Callable[[Connection], None]) -> None:

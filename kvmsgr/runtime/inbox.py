@@ -104,6 +104,9 @@ class Inbox:
             return Failure(Reason.closed, "the messenger is closing")
         if len(self._serves) >= self._node.config.max_requests:
             return Failure(Reason.busy, f"{len(self._serves)} requests are being served, which is the limit")
+        room = max(group.num_pages * group.page_tokens for group in self._node.memory.groups)
+        if dispatch.num_tokens - 1 > room:
+            return Failure(Reason.refused, f"a prompt of {dispatch.num_tokens} tokens; the cache has room for {room}")
         assert peer.remote is not None
         ranks = {ours.rank: ours for ours in dispatch.ranks}
         if set(ranks) != {peer.remote.rank}:

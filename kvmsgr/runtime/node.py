@@ -18,7 +18,7 @@ from kvmsgr.address import Tcp, Unix, parse
 from kvmsgr.core.failure import Failure
 from kvmsgr.core.slots import AttemptNumbers, IndexPool, SlotPool
 from kvmsgr.device.counters import LayerCounter
-from kvmsgr.errors import BusyError, ConfigError, LayoutError, MessengerClosedError, RefusedError
+from kvmsgr.errors import BusyError, ConfigError, FabricStuckError, LayoutError, MessengerClosedError, RefusedError
 from kvmsgr.fabric import records
 from kvmsgr.types import Descriptor, Span
 from kvmsgr_protocol import (
@@ -37,7 +37,7 @@ from kvmsgr_protocol import Span as WireSpan
 from .connection import dial
 from .fetch import Fetch
 from .inbox import Inbox
-from .pages import PageGuard, hold_all, page_indices, release_all
+from .pages import PageGuard, check_cover, hold_all, page_indices, release_all
 from .peer import PeerDriver
 from .serve import PrefillRequest
 
@@ -54,8 +54,9 @@ log = structlog.get_logger("kvmsgr")
 NUM_COUNTERS = 1
 MAX_ATTEMPTS = 16384
 RECORDS_A_BATCH = 256
-GOODBYE_S = 1.0
 CLOSE_LINKS_S = 5.0
+WATCH_S = 1.0
+STUCK_TICKS = 5
 
 
 class Node:
@@ -88,8 +89,10 @@ class Node:
         self._past: dict[int, tuple[PeerDriver, str]] = {}  # who wrote last into a slot that is free now
         self._windows_granted = 0
         self._idle: asyncio.Future[None] | None = None
-        self.closing = False
+        self.closing = self.stuck = False
         self._records: deque[tuple[int, int, int, int, int]] = deque()
+        self._rounds_seen, self._ticks_still = 0, 0
+        self._watchdog = self.loop.call_later(WATCH_S, self._watch_poller)
         self.loop.add_reader(fabric.poller.fd, self._read_records)
 
     # Peers
@@ -110,7 +113,7 @@ class Node:
     async def _dial(self, peer: PeerDriver, address: Tcp | Unix) -> None:
         try:
             await dial(address, peer.connection_made)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # a name may be no host name at all
             peer.dial_failed(error)
 
     def connection_accepted(self, connection: Connection) -> None:
@@ -166,10 +169,13 @@ class Node:
         """Arm slot, counter and pages, then ask the peer. See `Messenger.fetch`."""
         if self.closing:
             raise MessengerClosedError("the messenger is closed: no request can be fetched")
+        if self.stuck:
+            raise FabricStuckError("the polling thread is stuck inside libfabric: close this messenger, open another")
         if any(fetch.request_id == request_id and not fetch.done for fetch in self._fetches.values()):
             raise RefusedError(request_id, "a request of this name is being fetched already", Reason.duplicate)
         peer = self.peer_at(source)
         wire_spans = [self._wire_span(span) for span in spans]
+        check_cover(self.memory.groups, wire_spans, len(tokens))
         wants_context = bool(self.memory.context) and len(tokens) > 1
         dispatch = self._dispatch(
             request_id, tokens, wire_spans, payload, trace, time_allowed_s or self.config.time_allowed_s, wants_context
@@ -339,6 +345,20 @@ class Node:
         records.STEP_FAULT: _step_failed,
     }
 
+    def _watch_poller(self) -> None:
+        """The poller goes round at least every few milliseconds, unless it is stuck inside libfabric."""
+        rounds = self.fabric.poller.stats()["rounds"]
+        self._ticks_still = self._ticks_still + 1 if rounds and rounds == self._rounds_seen else 0
+        self._rounds_seen = rounds
+        if self._ticks_still == STUCK_TICKS:
+            self.stuck = True
+            detail = f"the polling thread has been stuck inside libfabric for {STUCK_TICKS * WATCH_S:g} s"
+            log.error("fabric stuck", detail=detail)
+            for peer in list(self._peers):
+                peer.lose(Failure(Reason.fabric, detail))
+        else:
+            self._watchdog = self.loop.call_later(WATCH_S, self._watch_poller)
+
     # The end
 
     async def close(self) -> None:
@@ -346,6 +366,7 @@ class Node:
 
         Each part is done even if one before it fails.
         """
+        self._watchdog.cancel()
         with self.lock:
             self.closing = True
         async with AsyncExitStack() as last_first:
@@ -365,11 +386,13 @@ class Node:
         if self._peers:
             self._idle = self.loop.create_future()
             await asyncio.wait([self._idle], timeout=CLOSE_LINKS_S)
-        await asyncio.gather(*(connection.wait_closed(GOODBYE_S) for connection in self.connections))
+        await asyncio.gather(*(connection.ended for connection in self.connections))
 
     async def _stop_poller(self) -> None:
-        await self.loop.run_in_executor(None, self.fabric.poller.close)
-        self.loop.remove_reader(self.fabric.poller.fd)
+        try:
+            await self.loop.run_in_executor(None, self.fabric.stop)
+        finally:
+            self.loop.remove_reader(self.fabric.poller.fd)
         while self._read_records():  # the end of whatever was still under way
             pass
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmsgr.errors import LayoutError
-from kvmsgr_protocol import Span
+from kvmsgr_protocol import GroupLayout, Span, span_positions
 
 
 class PageGuard:
@@ -63,6 +63,26 @@ def hold_all(guards: Sequence[PageGuard], spans: Sequence[Span]) -> None:
 def release_all(guards: Sequence[PageGuard], spans: Sequence[Span]) -> None:
     for span in spans:
         guards[span.group].release(span)
+
+
+def check_cover(groups: Sequence[GroupLayout], spans: Sequence[Span], num_tokens: int) -> None:
+    """Check that the pages of each group go on without a gap up to the last position that is moved.
+
+    They may begin anywhere: what lies before is there already, or outside the group's window.
+
+    Raises:
+        LayoutError: Positions would be missing at the end or in the middle.
+    """
+    for index, group in enumerate(groups):
+        of_group = sorted((span for span in spans if span.group == index), key=lambda span: span.first_token)
+        ranges = [span_positions(span, group.page_tokens, num_tokens) for span in of_group]
+        ends = [*(positions.start for positions in ranges[1:]), num_tokens - 1]
+        for positions, wanted in zip(ranges, ends, strict=False):
+            if positions.stop < min(wanted, num_tokens - 1):
+                raise LayoutError(
+                    f"group {group.name!r}: pages are given up to position {positions.stop}, and not from there to "
+                    f"{min(wanted, num_tokens - 1)} (the prompt has {num_tokens} tokens, all but the last are moved)"
+                )
 
 
 def page_indices(pages: Sequence[int] | npt.NDArray[np.integer]) -> npt.NDArray[np.int32]:

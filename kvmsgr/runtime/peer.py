@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("kvmsgr")
 SOFTWARE = "kvmsgr"
+GRACE_S = 0.05
+MAX_UNREAD_BYTES = 64 << 20
 
 
 class PeerDriver:
@@ -135,6 +137,10 @@ class PeerDriver:
         except ValueError as error:  # what cannot be sent must not leave the rest of an effect undone
             detail = f"{type(message).__name__} cannot be sent: {error}"
             self.node.loop.call_soon(self.lose, Failure(Reason.protocol, detail))
+        if self._connection.num_unsent_bytes > MAX_UNREAD_BYTES and self.failure is None:
+            detail = f"{self.name} does not read what is sent to it: {self._connection.num_unsent_bytes} bytes wait"
+            self.failure = Failure(Reason.protocol, detail)
+            self.node.loop.call_soon(self.lose, self.failure)
 
     # What follows from it
 
@@ -172,12 +178,17 @@ class PeerDriver:
                     self.node.return_window()
                 self.node.forget_peer(self)
 
-    def _timed_out(self) -> None:
+    def _timed_out(self, late: bool = False) -> None:
+        if not late:  # a loop that was busy elsewhere runs its timers before it reads what has come in
+            self._deadline = self.node.loop.call_later(GRACE_S, self._timed_out, True)
+            return
         seconds = self.node.config.connect_timeout_s
         self.lose(Failure(Reason.timeout, f"{self.name} was not ready within {seconds:g} s ({self.machine.state})"))
 
     def _hello(self, hello: Hello) -> None:
         ours = self.node.config.model
+        if self.machine.state is not PeerState.greeting:
+            raise LocalProtocolError(f"a second Hello in state {self.machine.state!s}")
         try:
             negotiate(PROTOCOL_VERSIONS, hello.versions)
         except VersionMismatch as error:

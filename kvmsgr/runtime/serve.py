@@ -80,7 +80,7 @@ class PrefillRequest:
         self.next_position = 0
         self.num_transfers = 0
         self.last_armed = self.num_positions == 0
-        self._node = node
+        self.node = node
         self.num_open_steps = 0
         self._num_ended = 0
         self._rows = 0
@@ -107,7 +107,7 @@ class PrefillRequest:
     def context(self) -> Mapping[str, npt.NDArray[np.uint8]]:
         if self.context_slot < 0:
             return {}
-        memory = self._node.memory
+        memory = self.node.memory
         return {
             layout.name: memory.context_view(index, self.context_slot) for index, layout in enumerate(memory.context)
         }
@@ -129,7 +129,7 @@ class PrefillRequest:
 
     def refuse(self, reason: str) -> None:
         """Say that the request will not be served here."""
-        self._feed(core.EngineDeclined(Failure(Reason.refused, reason)))
+        self._feed(core.EngineDeclined(Failure(Reason.refused, _text(reason))))
 
     def busy(self, reason: str, retry_after_s: float | None = None) -> None:
         """Say that the request cannot be served now.
@@ -139,11 +139,11 @@ class PrefillRequest:
         """
         if retry_after_s is not None and not 0 <= retry_after_s <= 1e9:
             raise ConfigError(f"retry_after_s is {retry_after_s}; a number of seconds, or None, is needed")
-        self._feed(core.EngineDeclined(Failure(Reason.busy, reason, retry_after_s=retry_after_s)))
+        self._feed(core.EngineDeclined(Failure(Reason.busy, _text(reason), retry_after_s=retry_after_s)))
 
     def fail(self, reason: str) -> None:
         """Give the request up, at any time. What is posted already may still be read; see `released`."""
-        self.failed(Reason.engine, reason)
+        self.failed(Reason.engine, _text(reason))
 
     async def released(self) -> int:
         """Wait until nothing reads the source pages any more; returns the rows posted."""
@@ -184,7 +184,7 @@ class PrefillRequest:
         posted = self.last_armed and self._rows == self.dispatch.expected_rows
         if self.context_slot >= 0 and self._released.done() and (posted or not self.num_open_steps):
             slot, self.context_slot = self.context_slot, -1
-            self._node.context_slots.give(slot)
+            self.node.context_slots.give(slot)
 
     def failed(self, reason: Reason, detail: str) -> None:
         self._feed(core.Failed(Failure(reason, detail, self._rows, self.dispatch.expected_rows)))
@@ -215,7 +215,7 @@ class PrefillRequest:
             case core.SendDrained(rows):
                 self.peer.send(Drained(*leg, rows_posted=rows))
             case core.StopWrites():
-                self._node.stop_writes(self)
+                self.node.stop_writes(self)
                 self.check_completed()
             case core.SettleOutcome(failure):
                 self._failure, self._settled = failure, True
@@ -229,7 +229,7 @@ class PrefillRequest:
                 _resolve(self._released, rows)
                 self.release_context_slot()
             case core.Forget():
-                self._node.inbox.forget(self)
+                self.node.inbox.forget(self)
         if self._settled:
             self._resolve_outcome()
 
@@ -259,6 +259,11 @@ def page_cursors(memory: Memory, peer: PeerDriver, dispatch: Dispatch) -> list[P
         )
         for index, (ours, theirs) in enumerate(zip(memory.groups, peer.remote.groups, strict=True))
     ]
+
+
+def _text(reason: object) -> str:
+    """Whatever an engine gives as a reason, as text that can travel."""
+    return str(reason).encode(errors="replace").decode()
 
 
 _T = TypeVar("_T")

@@ -214,6 +214,8 @@ def _arm(node: Node, chunks: Sequence[Chunk], counter: int) -> Step:
 def _advance(node: Node, chunk: Chunk, batch: _Batch) -> None:
     """Plan the pages that this chunk makes final."""
     request = chunk.request
+    if request.node is not node:
+        raise LocalProtocolError(f"request {request.request_id!r} came to another messenger; announce its chunks there")
     if request.offered:
         raise LocalProtocolError(f"request {request.request_id!r} has not been accepted: call accept() first")
     if not request.next_position == chunk.start < chunk.stop <= request.num_positions:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -77,7 +80,39 @@ def test_a_cache_without_groups_is_refused() -> None:
         Memory.describe(kvmsgr.Cache([]))
 
 
-def test_bytes_at_is_a_view() -> None:
-    array = np.zeros(4, np.uint8)
-    bytes_at(array.ctypes.data, 4)[:] = 7
+def test_bytes_at_is_a_view_that_keeps_its_memory() -> None:
+    class Array(np.ndarray):  # type: ignore[type-arg]  # can be referred to weakly
+        pass
+
+    array = np.zeros(4, np.uint8).view(Array)
+    alive = weakref.ref(array)
+    view = bytes_at(array.ctypes.data, 4, array)
+    view[:] = 7
     assert array.tolist() == [7, 7, 7, 7]
+    del array
+    assert alive() is not None
+    del view
+    assert alive() is None
+
+
+def test_read_only_memory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "kv").write_bytes(bytes(64))
+    with pytest.raises(LayoutError, match="read-only"):
+        raw_array(np.memmap(tmp_path / "kv", mode="r"))
+
+
+@pytest.mark.parametrize("address", [0, -8, 1 << 64])
+def test_no_memory_is_refused(address: int) -> None:
+    with pytest.raises(LayoutError, match="no memory"):
+        raw_array(kvmsgr.RawArray(address, (2, 3), (12, 4), "float32", 4))
+
+
+def test_context_buffers_have_memory_and_names_of_their_own() -> None:
+    kv, hidden = torch.zeros(3, 5, 2, 2, 4, 8), torch.zeros(7, 16)
+    cache = kvmsgr.Cache([kvmsgr.CacheGroup.from_tensors([kv], "layer page plane head token dim")])
+    with pytest.raises(LayoutError, match="shares memory with buffer 0"):
+        Memory.describe(cache, [kvmsgr.ContextBuffer("a", hidden[:5]), kvmsgr.ContextBuffer("b", hidden[4:])])
+    with pytest.raises(LayoutError, match="shares memory with the cache"):
+        Memory.describe(cache, [kvmsgr.ContextBuffer("a", kv.view(-1, 16)[:2])])
+    with pytest.raises(LayoutError, match="named 'a'"):
+        Memory.describe(cache, [kvmsgr.ContextBuffer("a", hidden[:3]), kvmsgr.ContextBuffer("a", hidden[3:])])

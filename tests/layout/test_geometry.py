@@ -190,7 +190,7 @@ PAGE_TOKEN_DIM = "page token dim"
             "plane page token dim",
             "the stride of axis 'plane' is 8192, that of .* is 4096",
         ),
-        ([[dense(4, 4, 4)] * 2], PAGE_TOKEN_DIM, "two layers or planes are the same memory"),
+        ([[dense(4, 4, 4)] * 2], PAGE_TOKEN_DIM, "share bytes"),
     ],
 )
 def test_arrays_that_are_no_group_are_refused(parts: Sequence[Sequence[RawArray]], dims: str, message: str) -> None:

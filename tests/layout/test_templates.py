@@ -136,7 +136,7 @@ def test_a_run_without_rows_is_left_out() -> None:
 def test_planes_at_changing_distances_are_entries() -> None:
     parts = [
         [
-            RawArray(layer << 20 | (plane << (13 + layer)), (10, 4, 16, 64), (32768, 2048, 128, 2), "bfloat16", 2)
+            RawArray((layer << 20) + plane * layer * 8192, (10, 4, 16, 64), (32768, 2048, 128, 2), "bfloat16", 2)
             for layer in (1, 2)
         ]
         for plane in (0, 1)

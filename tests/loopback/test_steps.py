@@ -16,6 +16,7 @@ from kvmsgr.errors import (
     StepFaultError,
     StepLimitError,
 )
+from kvmsgr.runtime import node
 from kvmsgr_protocol import Reason
 
 from .engines import DIM, HEADS, LAYERS, PAGE_TOKENS, pair, settle, until, within
@@ -101,9 +102,10 @@ async def test_more_steps_than_the_counter_can_tell_apart_are_refused_and_leave_
         num_slots = both.prefiller.node.counters[0].num_slots
         messenger = both.prefiller.messenger
         num_tokens, pages = 40, list(range(10))
+        last = num_tokens - PAGE_TOKENS  # the decoders have all before it
         steps = []
         for n in range(2):  # one token a step, none of them run
-            both.fetch(f"r{n}", num_tokens + 1, [0] if n else pages[1:], first_token=0 if n else PAGE_TOKENS)
+            both.fetch(f"r{n}", num_tokens + 1, [n], first_token=last)
             request = await both.asked()
             request.accept()
             for position in range(num_tokens):
@@ -155,7 +157,8 @@ async def test_a_request_that_ends_in_a_step_does_not_change_what_the_step_signa
         assert (arrival.context["hidden"].view(np.float32) == 1).all()
 
 
-async def test_a_last_chunk_that_moves_nothing_still_ends_the_request() -> None:
+async def test_a_last_chunk_that_moves_nothing_still_ends_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node, "check_cover", lambda *_: None)  # as a decoder of another make may ask
     async with pair("net", context=False) as both:
         fetch = both.fetch("r", 2 * PAGE_TOKENS + 1, [0])  # the decoder wants the first page only
         request = await both.asked()

@@ -138,7 +138,7 @@ cdef extern from "poller.h" nogil:
         uint64_t src_page_bytes, dst_page_bytes, row_bytes, item_bytes
     kv_poller *kv_poller_open(const kv_config *config, kv_state *state, kv_error *e)
     c_bool kv_poller_self_test(kv_poller *p, kv_error *e)
-    void kv_poller_close(kv_poller *p)
+    c_bool kv_poller_close(kv_poller *p)
     void kv_poller_free(kv_poller *p)
     int64_t kv_register(kv_poller *p, uint64_t address, uint64_t bytes, kv_error *e)
     int64_t kv_add_stream(kv_poller *p, kv_layer_counter *c, kv_error *e)

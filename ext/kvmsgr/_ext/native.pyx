@@ -11,6 +11,7 @@ from libc.stdlib cimport calloc, free
 from kvmsgr._ext.core cimport *
 
 import os
+from errno import ETIMEDOUT
 
 REACHED = KV_REACHED
 OVERFLOW = KV_OVERFLOW
@@ -53,6 +54,9 @@ class NativeError(Exception):
 
 class RingFullError(Exception):
     """There is no room now: for the step in its layer counter's ring, or for a command. Nothing was armed."""
+
+
+_kept_for_good = []   # what a thread that is stuck inside libfabric may still use
 
 
 cdef object _error(kv_error *e, str provider=""):
@@ -322,6 +326,7 @@ cdef class Poller:
     cdef kv_poller *poller
     cdef StateFile state
     cdef list counters
+    cdef list owners
     cdef uint32_t num_regions
     cdef readonly str provider
     cdef readonly int fd
@@ -350,6 +355,7 @@ cdef class Poller:
         config.op_timeout_ns = op_timeout_ns
         self.state = state
         self.counters = []
+        self.owners = []
         with nogil:
             self.poller = kv_poller_open(&config, state.state, &e)
         if self.poller == NULL:
@@ -358,19 +364,32 @@ cdef class Poller:
         self.fd = self.poller.records.bell.fd
 
     def __dealloc__(self):
-        if self.poller != NULL:
-            with nogil:
-                kv_poller_free(self.poller)
+        cdef c_bool joined
+        if self.poller == NULL:
+            return
+        with nogil:
+            joined = kv_poller_close(self.poller)
+            kv_poller_free(self.poller)
+        if not joined:
+            _kept_for_good.append((self.state, self.counters, self.owners))
 
     def close(self):
         """Stops the thread, ends every link and transfer, closes the domain. Idempotent.
 
         Records made until then can still be taken.
+
+        Raises:
+            NativeError: the thread is stuck inside libfabric. What it may still use is never freed.
         """
+        cdef c_bool joined
         self.closed = True
         with nogil:
-            kv_poller_close(self.poller)
+            joined = kv_poller_close(self.poller)
+        if not joined:
+            raise NativeError(f"the polling thread is stuck in libfabric ({self.provider}): its memory is never freed",
+                              "pthread_join", ETIMEDOUT, self.provider)
         self.counters = []
+        self.owners = []
 
     def self_test(self):
         """Writes with immediate through the provider, the way production does. Before the first link or step.
@@ -385,13 +404,14 @@ cdef class Poller:
         if not ok:
             raise _error(&e, self.provider)
 
-    def register(self, uint64_t address, uint64_t num_bytes):
-        """Registers source memory, without remote access. Returns its region index."""
+    def register(self, uint64_t address, uint64_t num_bytes, owner=None):
+        """Registers source memory, without remote access. Returns its region index. `owner` is kept until the close."""
         cdef kv_error e
         cdef int64_t index = kv_register(self.poller, address, num_bytes, &e)
         if index < 0:
             raise _error(&e, self.provider)
         self.num_regions += 1
+        self.owners.append(owner)
         return index
 
     def add_counter(self, LayerCounter counter not None):
