@@ -61,7 +61,7 @@ class Connection(asyncio.Protocol):
 
     def send(self, message: Message) -> None:
         """Queue a message; nothing is sent once the connection is closing."""
-        if self._transport is not None and not self._transport.is_closing():
+        if self._transport is not None and not self._closed and not self._transport.is_closing():
             self._transport.write(encode(message))
 
     @property

@@ -35,9 +35,6 @@ async def open_one(**more: object) -> kvmsgr.Messenger:
     return await kvmsgr.Messenger.open(config, TestCache(SHAPES[0]).describe())
 
 
-# Bad arguments leave nothing behind --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("live", [False, True])
 async def test_what_cannot_be_sent_is_refused_and_holds_nothing(live: bool) -> None:
     async with pair("net") as both:
@@ -82,9 +79,6 @@ async def test_an_answer_that_cannot_be_sent_is_refused_and_the_request_lives() 
         request.busy("later", retry_after_s=1)
         with pytest.raises(BusyError, match="later"):
             await within(fetch)
-
-
-# Ends ---------------------------------------------------------------------------------------------------------------
 
 
 async def test_a_request_that_nobody_took_up_leaves_its_pages_free() -> None:
@@ -197,9 +191,6 @@ def test_a_fatal_signal_kills_as_it_should() -> None:
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=30)
     assert child.returncode == -signal.SIGTERM
     assert child.stderr == b""
-
-
-# Peers that break the rules ------------------------------------------------------------------------------------------
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, **changes: object) -> None:
