@@ -9,6 +9,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from kvmsgr_protocol import Reason
+
+from . import errors
 from .config import Config
 from .types import Descriptor, RawArray, Span
 
@@ -32,8 +35,10 @@ __all__ = [
     "Outcome",
     "PrefillRequest",
     "RawArray",
+    "Reason",
     "Span",
     "Step",
+    "errors",
 ]
 
 _NATIVE = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,7 @@ class CacheGroup:
     name: str
     parts: tuple[tuple[RawArray, ...], ...]
     dims: str
-    keep_alive: tuple[object, ...] = ()
+    keep_alive: tuple[object, ...] = field(default=(), repr=False)
 
     @classmethod
     def from_tensors(

@@ -64,4 +64,7 @@ def step_fault(ticket: int, extra: int, num_bumps: int) -> str:
         return f"step {ticket} was over after {seen} of {num_bumps} layer signals: signal {seen + 1} never came"
     if kind == DEADLINE:
         return f"step {ticket} showed {seen} of {num_bumps} layer signals when its time ran out"
-    return f"step {ticket} showed {seen} layer signals, {num_bumps} were announced: more layers ran than the cache has"
+    return (
+        f"step {ticket} showed {seen} layer signals, {num_bumps} were announced: more layers ran than the cache has, "
+        "or a bump for context was given where Step.signals_context is False"
+    )

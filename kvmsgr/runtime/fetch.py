@@ -46,7 +46,8 @@ class Arrival:
     """A prompt's KV has arrived.
 
     Attributes:
-        num_tokens: Positions that are in the pages: all but the prompt's last, which the decoder runs itself.
+        num_tokens: Positions that are in the cache now: all but the prompt's last, which the decoder runs itself. Those
+            before the first span were there already.
         rows: Rows that landed.
         context: Name of each context buffer to its bytes, shape (slot bytes,), valid until `release`.
     """
@@ -94,7 +95,10 @@ class Fetch:
         return asyncio.shield(self._arrival).__await__()
 
     async def released(self) -> None:
-        """Wait until no write can land in the destination pages any more. Never raises for a failed transfer."""
+        """Wait until no write can land in the destination pages any more. Never raises for a failed transfer.
+
+        After a failure this may be long: until all rows have landed after all, or the messenger closes.
+        """
         await asyncio.shield(self._released)
 
     @property

@@ -93,7 +93,7 @@ class PeerDriver:
                 case Attach():
                     self._attach(message)
                 case Goodbye(code=code, reason=reason):
-                    self.lose(Failure(code, f"{self.name} said goodbye: {reason}"))
+                    self.lose(Failure(code, f'{self.name} said goodbye: "{reason}"'))
                 case _ if self.machine.state is PeerState.live:
                     self.node.inbox.message_received(self, message)
                 case _:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import os
 import shutil
 import signal
 import sys
@@ -66,6 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the children are ended in order
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(2 * options.time_limit, exit=True)  # should even the time limit be stuck
+    if options.json and not os.access(options.json.parent, os.W_OK):
+        print(f"tools/demo: cannot write {options.json}: no such folder, or not writable", file=sys.stderr)
+        return 2
     try:
         questions = texts.from_file(options.prompt_file) if options.prompt_file else texts.built_in(options.prompts)
     except (OSError, ValueError) as error:
@@ -130,6 +134,9 @@ def run(options: argparse.Namespace, questions: Sequence[str], log_folder: Path 
         decoder: roles.Ready = children.receive("decode")
         print(f"moving the KV of {len(prompts)} prompts over {prefiller.fabric}", flush=True)
         deliveries, served = serve(children, prefiller, decoder, prompts)
+    for fault, nth in (("corrupt", options.corrupt_write), ("drop", options.drop_write)):
+        if nth is not None and nth > served.num_writes:
+            raise DemoFailed(f"there was no write {nth} to {fault}: {served.num_writes} were posted in all")
     print("computing the same in one process", flush=True)
     cache = PagedCache(checkpoint.config, sum(pages), options.page_tokens, options.layout, options.seed + 2)
     expected = run_alone(Engine(checkpoint, cache), list(prompts.values()), options.new_tokens, REFERENCE_STEP_TOKENS)

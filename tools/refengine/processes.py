@@ -96,16 +96,23 @@ class Child:
     pipe: Connection
     inbox: deque[object] = field(default_factory=deque)
 
-    def take_in(self) -> None:
-        """Read one message. Raises DemoFailed when it tells of a failure, or when the child is dead."""
+    def take_in(self) -> bool:
+        """Read one message; False when the child has ended in order and will send no more.
+
+        Raises:
+            DemoFailed: The message tells of a failure, or the child died.
+        """
         try:
             message = pickle.loads(self.pipe.recv_bytes())
         except (EOFError, ConnectionResetError):
             self.process.join(GRACE_S)
+            if self.process.exitcode == 0:
+                return False
             raise DemoFailed(f"the {self.name} process died (exit code {self.process.exitcode})") from None
         if isinstance(message, Failure):
             raise DemoFailed("\n".join(f"{message.role}: {text}" for text in message.texts))
         self.inbox.append(message)
+        return True
 
 
 class Children:
@@ -120,6 +127,7 @@ class Children:
         self._deadline = time.monotonic() + time_limit_s
         self._time_limit_s, self._log_folder = time_limit_s, log_folder
         self._children: dict[str, Child] = {}
+        self._talking: list[Child] = []
 
     def start(self, name: str, role: Role, options: object) -> None:
         context = multiprocessing.get_context("spawn")
@@ -130,6 +138,7 @@ class Children:
         process.start()
         theirs.close()
         self._children[name] = Child(name, process, ours)
+        self._talking.append(self._children[name])
 
     def send(self, name: str, message: object) -> None:
         self._children[name].pipe.send_bytes(pickle.dumps(message))
@@ -140,14 +149,16 @@ class Children:
         Raises:
             DemoFailed: Any of the children failed or died, or the time limit passed.
         """
-        by_pipe: dict[object, Child] = {child.pipe: child for child in self._children.values()}
         inbox = self._children[name].inbox
         while not inbox:
-            ready = wait([child.pipe for child in self._children.values()], self._deadline - time.monotonic())
+            ready = wait([child.pipe for child in self._talking], self._deadline - time.monotonic())
             if not ready:
                 raise DemoFailed(f"no answer from {name} within the time limit of {self._time_limit_s:g} s")
-            for pipe in ready:
-                by_pipe[pipe].take_in()
+            for child in [child for child in self._talking if child.pipe in ready]:
+                if not child.take_in():
+                    self._talking.remove(child)
+                    if child.name == name:
+                        raise DemoFailed(f"the {name} process ended without an answer")
         return inbox.popleft()
 
     def __enter__(self) -> Children:

@@ -59,9 +59,12 @@ class Report:
             f"\nfabric        {self.fabric}",
             f"moved         {pages} pages, {rows} rows, {self.num_bytes} bytes in {self.num_writes} writes",
             f"rate          {rate:.1f} MB/s over {self.transfer_s:.1f} s (the prefill sets the pace)",
-            f"landed early  {percent(self.landed_early)} of the rows of prompts of {LONG_TOKENS} tokens and more (*)",
-            "              (*) at the decoder before the last layer of the prompt's last chunk was signalled",
         ]
+        if self.landed_early is not None:
+            lines += [
+                f"landed early  {percent(self.landed_early)} of the rows of prompts of >= {LONG_TOKENS} tokens (*)",
+                "              (*) at the decoder before the last layer of the prompt's last chunk was signalled",
+            ]
         if self.num_distinct_tokens < 2:
             lines.append("SUSPICIOUS: all prompts together generated no two different tokens")
         if not self.bitwise:

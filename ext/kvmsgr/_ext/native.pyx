@@ -10,7 +10,10 @@ from libc.stdlib cimport calloc, free
 
 from kvmsgr._ext.core cimport *
 
+import atexit
 import os
+import sys
+import weakref
 from errno import ETIMEDOUT
 
 REACHED = KV_REACHED
@@ -54,6 +57,19 @@ class NativeError(Exception):
 
 class RingFullError(Exception):
     """There is no room now: for the step in its layer counter's ring, or for a command. Nothing was armed."""
+
+
+_open_pollers = weakref.WeakSet()
+
+
+@atexit.register
+def _close_pollers():
+    """A thread must not go on while the interpreter and libfabric are taken down around it."""
+    for poller in list(_open_pollers):
+        try:
+            poller.close()
+        except NativeError as error:
+            print(f"kvmsgr: {error}", file=sys.stderr)
 
 
 _kept_for_good = []   # what a thread that is stuck inside libfabric may still use
@@ -324,6 +340,7 @@ cdef class Poller:
     """
 
     cdef kv_poller *poller
+    cdef object __weakref__
     cdef StateFile state
     cdef list counters
     cdef list owners
@@ -360,6 +377,7 @@ cdef class Poller:
             self.poller = kv_poller_open(&config, state.state, &e)
         if self.poller == NULL:
             raise _error(&e, provider)
+        _open_pollers.add(self)
         self.provider = kv_domain_provider(&self.poller.domain).decode()
         self.fd = self.poller.records.bell.fd
 
