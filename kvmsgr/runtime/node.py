@@ -111,19 +111,29 @@ class Node:
         return peer
 
     async def _dial(self, peer: PeerDriver, address: Tcp | Unix) -> None:
+        def made(connection: Connection) -> None:
+            self.track(connection)
+            peer.connection_made(connection)
+
         try:
-            await dial(address, peer.connection_made)
+            await dial(address, made)
         except (OSError, UnicodeError) as error:  # a name may be no host name at all
             peer.dial_failed(error)
 
     def connection_accepted(self, connection: Connection) -> None:
         """Somebody dialled us."""
+        self.track(connection)
         if self.closing:
             connection.close()
             return
         peer = PeerDriver(self, "a peer that has not said its name", None)
         self._peers.add(peer)
         peer.connection_made(connection)
+
+    def track(self, connection: Connection) -> None:
+        """Have `close` wait for its end."""
+        self.connections.add(connection)
+        connection.ended.add_done_callback(lambda _: self.connections.discard(connection))
 
     def grant_window(self) -> bool:
         """Whether one more peer's window fits the completion queue, half of which is for our own writes."""
@@ -143,7 +153,7 @@ class Node:
     def peer_lost(self, peer: PeerDriver, failure: Failure) -> None:
         """Every request of the peer fails; the next request to that messenger starts a new epoch."""
         self._dialled = {descriptor: other for descriptor, other in self._dialled.items() if other is not peer}
-        for fetch in {*self._fetches.values(), *peer.waiting}:
+        for fetch in dict.fromkeys((*self._fetches.values(), *peer.waiting)):
             if fetch.has_leg(peer):
                 fetch.peer_lost(peer, failure)
         self.inbox.peer_lost(peer, failure)
@@ -177,9 +187,9 @@ class Node:
         wire_spans = [self._wire_span(span) for span in spans]
         check_cover(self.memory.groups, wire_spans, len(tokens))
         wants_context = bool(self.memory.context) and len(tokens) > 1
-        dispatch = self._dispatch(
-            request_id, tokens, wire_spans, payload, trace, time_allowed_s or self.config.time_allowed_s, wants_context
-        )
+        if time_allowed_s is None:
+            time_allowed_s = self.config.time_allowed_s
+        dispatch = self._dispatch(request_id, tokens, wire_spans, payload, trace, time_allowed_s, wants_context)
         hold_all(self._pages, wire_spans)
         attempt, slot = self._attempts.take(), self._slots.take()
         context_slot = self.context_slots.take() if wants_context else -1

@@ -71,8 +71,6 @@ class PeerDriver:
             return
         self._connection = connection
         connection.attach(self)
-        self.node.connections.add(connection)
-        connection.ended.add_done_callback(lambda _: self.node.connections.discard(connection))
         config = self.node.config
         connection.send(
             Hello(

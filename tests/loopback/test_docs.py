@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLE = Path(__file__).parents[2] / "docs" / "two_processes.py"
 
 
+@pytest.mark.slow
 def test_the_example_runs() -> None:
     ran = subprocess.run([sys.executable, EXAMPLE], capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0, ran.stderr

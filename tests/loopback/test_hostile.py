@@ -102,6 +102,7 @@ async def test_pages_that_do_not_hold_the_prompt_are_refused(spans: list[Span]) 
             both.decoder.messenger.fetch("r", peer, range(3 * PAGE_TOKENS + 1), spans)
 
 
+@pytest.mark.slow
 def test_a_messenger_that_is_never_closed_says_so_and_keeps_its_memory_until_it_has_stopped() -> None:
     code = """
 import asyncio, gc, warnings, kvmsgr

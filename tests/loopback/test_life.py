@@ -53,7 +53,7 @@ async def test_what_cannot_be_sent_is_refused_and_holds_nothing(live: bool) -> N
                 fetch("r\ud800", peer, [1, 1], spans)
             with pytest.raises(ConfigError, match="payload"):
                 fetch("r", peer, [1, 1], spans, payload=bytes((1 << 20) + 1))
-            for time_allowed_s in (-1.0, math.nan, math.inf):
+            for time_allowed_s in (0.0, -1.0, math.nan, math.inf):
                 with pytest.raises(ConfigError, match="time_allowed_s"):
                     fetch("r", peer, [1, 1], spans, time_allowed_s=time_allowed_s)
             with pytest.raises(LayoutError, match="page"):
@@ -164,6 +164,7 @@ async def test_a_core_that_is_not_there_is_refused() -> None:
         kvmsgr.Config(name="x", model="m", poller_core=max(os.sched_getaffinity(0)) + 1)
 
 
+@pytest.mark.slow
 def test_an_interrupt_is_still_a_keyboard_interrupt() -> None:
     """Libraries that libfabric loads would otherwise replace the handler."""
     code = """
@@ -186,6 +187,7 @@ except KeyboardInterrupt:
     assert child.returncode == 0
 
 
+@pytest.mark.slow
 def test_a_fatal_signal_kills_as_it_should() -> None:
     code = "import os, signal, kvmsgr._ext.native as n; n.providers(); os.kill(os.getpid(), signal.SIGTERM)"
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=30)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import uvloop
 
 GRACE_S = 3.0  # that a child gets to end by itself, and again to obey SIGTERM
 
@@ -189,7 +190,7 @@ def child_main(name: str, role: Role, options: object, pipe: Connection, log: Pa
     torch.set_num_threads(1)
     channel = Channel(name, pipe)
     with channel.reporting():
-        asyncio.run(role(channel, options))
+        uvloop.run(role(channel, options))
 
 
 def follow_parent() -> None:
