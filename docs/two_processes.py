@@ -5,13 +5,13 @@ The parent decodes, its child prefills. The "model" fills each layer of the cach
 
 from __future__ import annotations
 
-import asyncio
 import multiprocessing
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
 import numpy as np
 import numpy.typing as npt
+import uvloop
 
 import kvmsgr
 
@@ -86,12 +86,12 @@ async def decode(prefiller: kvmsgr.Descriptor) -> None:
 
 
 def child(pipe: Connection) -> None:
-    asyncio.run(prefill(pipe))
+    uvloop.run(prefill(pipe))  # or asyncio.run
 
 
 if __name__ == "__main__":
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=child, args=(theirs,))
     process.start()
-    asyncio.run(decode(ours.recv()))
+    uvloop.run(decode(ours.recv()))
     process.join()

@@ -51,6 +51,8 @@ class Target:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.process.kill()
         self.process.communicate(timeout=10)
+        for segment in Path("/dev/shm").glob(f"{self.process.pid}:*"):  # libfabric's, of a process that was killed
+            segment.unlink(missing_ok=True)
 
 
 class Answers:

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import uvloop
 
 GRACE_S = 3.0  # that a child gets to end by itself, and again to obey SIGTERM
 
@@ -190,7 +189,7 @@ def child_main(name: str, role: Role, options: object, pipe: Connection, log: Pa
     torch.set_num_threads(1)
     channel = Channel(name, pipe)
     with channel.reporting():
-        uvloop.run(role(channel, options))
+        asyncio.run(role(channel, options))
 
 
 def follow_parent() -> None:

@@ -14,7 +14,7 @@ import atexit
 import os
 import sys
 import weakref
-from errno import ETIMEDOUT
+from errno import ETIMEDOUT as _ETIMEDOUT
 
 REACHED = KV_REACHED
 OVERFLOW = KV_OVERFLOW
@@ -405,7 +405,7 @@ cdef class Poller:
             joined = kv_poller_close(self.poller)
         if not joined:
             raise NativeError(f"the polling thread is stuck in libfabric ({self.provider}): its memory is never freed",
-                              "pthread_join", ETIMEDOUT, self.provider)
+                              "pthread_join", _ETIMEDOUT, self.provider)
         self.counters = []
         self.owners = []
 
