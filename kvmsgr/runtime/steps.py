@@ -148,6 +148,7 @@ class _Mark:
         request = chunk.request
         self._request = request
         self._before = request.next_position
+        self._last_armed = request.last_armed
         self._after = chunk.stop
         self._cursors = [cursor.mark() for cursor in request.cursors]
 
@@ -162,7 +163,7 @@ class _Mark:
     def restore(self) -> None:
         request = self._request
         request.next_position = self._before
-        request.last_armed = False
+        request.last_armed = self._last_armed
         for cursor, mark in zip(request.cursors, self._cursors, strict=True):
             cursor.restore(mark)
 

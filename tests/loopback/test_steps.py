@@ -171,6 +171,21 @@ async def test_a_last_chunk_that_moves_nothing_still_ends_the_request(monkeypatc
         assert (await within(request.outcome())).ok
 
 
+async def test_a_chunk_too_many_is_an_error_and_does_not_stop_what_is_under_way() -> None:
+    async with pair("net", context=False) as both:
+        fetch = both.fetch("r", PAGE_TOKENS + 1, [0])
+        request = await both.asked()
+        request.accept()
+        messenger = both.prefiller.messenger
+        step = messenger.begin_step([chunk(request, 0, PAGE_TOKENS, [1])])
+        with pytest.raises(LayoutError, match="stops at 4 at the latest"):
+            messenger.begin_step([chunk(request, PAGE_TOKENS, PAGE_TOKENS + 1, [1])])
+        both.run(step, 1, [1])
+        await within(fetch)
+        assert await within(request.released()) == ROWS_A_PAGE
+        assert (await within(request.outcome())).ok
+
+
 async def test_steps_may_be_announced_from_another_thread() -> None:
     async with pair("net", context=False) as both:
         fetch = both.fetch("r", 4 * PAGE_TOKENS + 1, [0, 1, 2, 3])
