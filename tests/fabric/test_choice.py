@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +40,19 @@ def test_what_is_chosen_passed_the_self_test_and_says_why(fabric: str, local: bo
     finally:
         opened.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_registered_memory_is_held_until_the_poller_has_stopped(tmp_path: Path) -> None:
+    class Owner:
+        pass
+
+    memory, owner = np.zeros(4096, np.uint8), Owner()
+    alive = weakref.ref(owner)
+    opened = open_fabric(settings("net", True, tmp_path), [(memory.ctypes.data, memory.nbytes)], owner)
+    del owner
+    assert alive() is not None
+    opened.close()
+    assert alive() is None
 
 
 def test_a_provider_that_is_not_there_is_named_with_what_there_is(tmp_path: Path) -> None:

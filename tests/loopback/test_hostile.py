@@ -258,5 +258,6 @@ async def test_what_was_said_last_is_heard_while_the_other_side_is_talking() -> 
         closing = asyncio.ensure_future(both.decoder.messenger.close())
         for _ in range(200):  # data the closing side never reads
             peer.send(Unknown("late", 9))
+            await asyncio.sleep(0)
         await within(closing)
         assert (await within(request.outcome())).reason == "closed"
