@@ -11,7 +11,7 @@ from .codes import Reason
 from .errors import BadFrame, FrameTooLarge, VersionMismatch, WireError
 from .framing import DEFAULT_MAX_FRAME_BYTES, FrameReader, encode
 from .immediate import MAX_ROWS, NUM_GENERATIONS, NUM_SLOTS, Immediate
-from .layouts import ContextLayout, Endpoint, GroupLayout, LayerEntry, PlaneLayout, RankAttach, Region
+from .layouts import Beat, ContextLayout, Endpoint, GroupLayout, LayerEntry, PlaneLayout, RankAttach, Region
 from .messages import (
     Accept,
     Attach,
@@ -29,8 +29,11 @@ from .messages import (
     RankSpans,
     Refuse,
     Restarted,
+    Resume,
     Rotate,
+    Rotated,
     Sent,
+    SlotRows,
     Span,
     Unknown,
 )
@@ -50,6 +53,7 @@ __all__ = [
     "Accept",
     "Attach",
     "BadFrame",
+    "Beat",
     "Busy",
     "Cancel",
     "ContextLayout",
@@ -75,8 +79,11 @@ __all__ = [
     "Refuse",
     "Region",
     "Restarted",
+    "Resume",
     "Rotate",
+    "Rotated",
     "Sent",
+    "SlotRows",
     "Span",
     "Unknown",
     "VersionMismatch",

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from .bounds import MAX_ENTRIES, MAX_GROUPS, MAX_REGIONS, U31, U63, U64, Name, Positive
+from .bounds import MAX_ENTRIES, MAX_GROUPS, MAX_REGIONS, U31, U63, U64, Generation, Name, Positive, Slot
 
 
 class Region(Struct, frozen=True):
@@ -23,18 +23,33 @@ class Region(Struct, frozen=True):
     key: U64
 
 
+class Beat(Struct, frozen=True):
+    """Where heartbeats go: a write of one row into a cell, counted like every other, on a slot granted for it alone.
+
+    Args:
+        cell: Memory of at least 8 bytes that nobody reads.
+        slot, generation: What the write carries in its immediate.
+    """
+
+    cell: Region
+    slot: Slot
+    generation: Generation
+
+
 class Endpoint(Struct, frozen=True):
     """A fabric address.
 
     Args:
         provider: libfabric provider by name.
         address: Its address as the provider writes it.
-        window: Operations the receiver of this message may have outstanding towards it.
+        window: Operations the receiver of this message may have outstanding towards it, heartbeats not counted.
+        beat: Where its heartbeats go.
     """
 
     provider: Name
     address: Annotated[bytes, Meta(max_length=1024)]
     window: Positive
+    beat: Beat
 
 
 class PlaneLayout(Struct, frozen=True):

@@ -30,6 +30,7 @@ from .bounds import (
     Text,
 )
 from .codes import Reason
+from .immediate import NUM_SLOTS
 from .layouts import Endpoint, RankAttach, Region
 from .packing import ITEM_BYTES
 
@@ -99,10 +100,14 @@ class Attach(_Message, frozen=True, tag="attach"):
     Args:
         ranks: The ranks this messenger hosts.
         num_signals: Bumps of the layer counter a whole forward pass shows, context not counted.
+        heartbeat_s: The sender's heartbeats are at most this far apart.
+        lease_s: A peer from which no heartbeat has landed for this long is lost to the sender of this message.
     """
 
     ranks: Annotated[list[RankAttach], Meta(min_length=1, max_length=MAX_RANKS)]
     num_signals: U31
+    heartbeat_s: Seconds
+    lease_s: Seconds
 
 
 class Span(Struct, frozen=True):
@@ -228,9 +233,28 @@ class RankFabric(Struct, frozen=True):
 
 
 class Rotate(_Message, frozen=True, tag="rotate"):
-    """Write here from now on; the old addresses will be closed."""
+    """Write here from now on. The receiver holds its writes back until those under way are locally complete, answers
+    Rotated, and goes on at the new addresses when Resume comes. The old addresses will be closed."""
 
     ranks: Annotated[list[RankFabric], Meta(min_length=1, max_length=MAX_RANKS)]
+
+
+class SlotRows(Struct, frozen=True):
+    """Rows posted so far for one slot of the receiver of this message."""
+
+    slot: Slot
+    generation: Generation
+    rows: U63
+
+
+class Rotated(_Message, frozen=True, tag="rotated"):
+    """The answer to Rotate: nothing more goes to the old addresses. `posted` has every leg there is a record of."""
+
+    posted: Annotated[list[SlotRows], Meta(max_length=NUM_SLOTS)]
+
+
+class Resume(_Message, frozen=True, tag="resume"):
+    """The answer to Rotated: all of that has landed, so writes may go to the new addresses."""
 
 
 class Restarted(_Leg, frozen=True, tag="restarted"):
@@ -266,6 +290,8 @@ Message = (
     | Finished
     | Failed
     | Rotate
+    | Rotated
+    | Resume
     | Restarted
     | Unknown
     | Goodbye

@@ -46,11 +46,11 @@ def context(name: str = "hidden", num_units: int = 3) -> wire.ContextLayout:
 
 
 REGION = wire.Region(base=2**64 - 4096, num_bytes=4096, key=2**64 - 1)
-ENDPOINT = wire.Endpoint("shm", b"fi_shm://1", 64)
+ENDPOINT = wire.Endpoint("shm", b"fi_shm://1", 64, wire.Beat(REGION, 16382, 14))
 
 MESSAGES: list[wire.Message] = [
     wire.Hello((1, 1), ["rotate"], "0123456789abcdef" * 2, "decode-0", "kvmsgr 0.1", wire.Identity("m@1", ["decoder"])),
-    wire.Attach([wire.RankAttach(0, 0, [group()], [REGION, REGION], [ENDPOINT], [context()])], 3),
+    wire.Attach([wire.RankAttach(0, 0, [group()], [REGION, REGION], [ENDPOINT], [context()])], 3, 0.5, 2.0),
     wire.Dispatch(
         "r1",
         7,
@@ -75,6 +75,8 @@ MESSAGES: list[wire.Message] = [
     wire.Finished("r1", 7, 96),
     wire.Failed("r1", 7, Reason.short_count, "no row for 2 s", 90, 96),
     wire.Rotate([wire.RankFabric(0, [ENDPOINT], [REGION])]),
+    wire.Rotated([wire.SlotRows(16383, 15, 90)]),
+    wire.Resume(),
     wire.Restarted("r1", 7, 8),
     wire.Unknown("r1", 7),
     wire.Goodbye(Reason.closed, "shutting down"),
