@@ -56,7 +56,7 @@ def test_unknown_fields_are_skipped() -> None:
         (wire.Hello((1, 1), [], INCARNATION + "\n", "", "", IDENTITY), "incarnation"),
         (wire.Hello((1, 1), [""], INCARNATION, "", "", IDENTITY), "capabilities"),
         (wire.Hello((-1, 1), [], INCARNATION, "", "", IDENTITY), "versions"),
-        (wire.Attach([], 3), "ranks"),
+        (wire.Attach([], 3, 0.5, 2.0), "ranks"),
         (wire.Rotate([wire.RankFabric(0, [msgspec.structs.replace(ENDPOINT, window=0)], [])]), "window"),
         (wire.Rotate([wire.RankFabric(0, [ENDPOINT], [msgspec.structs.replace(REGION, key=-1)])]), "key"),
         (dispatch(slot=16384), "slot"),
