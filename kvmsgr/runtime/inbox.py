@@ -130,6 +130,11 @@ class Inbox:
         """The record of a request has served."""
         del self._serves[(request.peer, request.request_id, request.dispatch.attempt)]
         del self.by_tag[request.tag]
+        self._node.settled(request.peer)
+
+    def serves(self, peer: PeerDriver) -> bool:
+        """Whether a request of that peer is alive here."""
+        return any(request.peer is peer for request in self._serves.values())
 
     def peer_lost(self, peer: PeerDriver, failure: Failure) -> None:
         for request in list(self._serves.values()):

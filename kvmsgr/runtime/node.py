@@ -86,6 +86,7 @@ class Node:
         self._links: dict[int, PeerDriver] = {}
         self._dials: set[asyncio.Task[None]] = set()
         self._fetches: dict[int, Fetch] = {}
+        self._by_slot: dict[int, tuple[Fetch, PeerDriver]] = {}
         self._past: dict[int, tuple[PeerDriver, str]] = {}  # who wrote last into a slot that is free now
         self._windows_granted = 0
         self._idle: asyncio.Future[None] | None = None
@@ -150,6 +151,36 @@ class Node:
         self._links[link] = peer
         return link
 
+    def grant_beat(self, link: int) -> tuple[int, int] | None:
+        """A slot for the heartbeats of the peer behind `link`; None when there is none."""
+        taken = self._slots.take()
+        if taken is not None:
+            self.fabric.state.link_beat(*taken, link)
+        return taken
+
+    def return_beat(self, slot: int, generation: int) -> None:
+        self.fabric.state.unlink_slot(slot, generation)
+        self._slots.give(slot)
+
+    def close_link(self, peer: PeerDriver) -> None:
+        """Close the endpoint of a peer that is lost, where that is known to be a fence. Elsewhere closing it under
+        traffic can crash the process: it stays open until nothing can be under way any more. May be called again."""
+        if peer.link is None or peer.link_closing:
+            return
+        if self.fabric.poller.fence_proven or not self._may_move(peer):
+            peer.link_closing = True
+            self.fabric.poller.close_link(peer.link)
+
+    def _may_move(self, peer: PeerDriver) -> bool:
+        """Whether something of the peer may still land here, or something of ours be read for it."""
+        return self.inbox.serves(peer) or any(fetch.may_land_from(peer) for fetch in self._fetches.values())
+
+    def peer_fenced(self, peer: PeerDriver) -> None:
+        """The endpoint of the peer is closed."""
+        for fetch in list(self._fetches.values()):
+            if fetch.has_leg(peer):
+                fetch.peer_fenced(peer)
+
     def peer_lost(self, peer: PeerDriver, failure: Failure) -> None:
         """Every request of the peer fails; the next request to that messenger starts a new epoch."""
         self._dialled = {descriptor: other for descriptor, other in self._dialled.items() if other is not peer}
@@ -204,6 +235,7 @@ class Node:
         state.link_slot(*slot, attempt)
         self._past.pop(immediate.counter_index(*slot), None)
         fetch = self._fetches[attempt] = Fetch(self, {peer: slot}, dispatch)
+        self._by_slot[immediate.counter_index(*slot)] = fetch, peer
         fetch.start()
         return fetch
 
@@ -265,12 +297,21 @@ class Node:
         """Nothing can land for this attempt: its slots and pages are free. Who wrote into a slot last is remembered:
         rows that come all the same are a peer that broke the count."""
         for peer, (slot, generation) in fetch.slots.items():
+            index = immediate.counter_index(slot, generation)
             self.fabric.state.unlink_slot(slot, generation)
-            self._past[immediate.counter_index(slot, generation)] = peer, fetch.request_id
+            self._past[index] = peer, fetch.request_id
+            del self._by_slot[index]
             self._slots.give(slot)
         del self._fetches[fetch.attempt]
         self._attempts.give(fetch.attempt)
         release_all(self._pages, fetch.spans)
+        self.settled(*fetch.slots)
+
+    def settled(self, *peers: PeerDriver) -> None:
+        """A request of these peers has left nothing behind: one that is lost may be all done with."""
+        for peer in peers:
+            if peer.failure is not None:
+                self.close_link(peer)
 
     # Prefill
 
@@ -313,6 +354,11 @@ class Node:
             detail = f"rows landed for request {request_id!r} after all of it had landed"
             peer.lose(Failure(Reason.overflow, detail))
 
+    def _slot_reached(self, counter_index: int, rows: int, extra: int) -> None:
+        if counter_index in self._by_slot:
+            fetch, peer = self._by_slot[counter_index]
+            fetch.slot_reached(peer)
+
     def _transfer_ended(self, tag: int, rows: int, extra: int) -> None:
         request = self.inbox.by_tag.get(tag)
         if request is not None:
@@ -346,6 +392,7 @@ class Node:
         records.REACHED: _reached,
         records.OVERFLOW: _overflowed,
         records.STRAY: _strayed,
+        records.SLOT_REACHED: _slot_reached,
         records.SENT: _transfer_ended,
         records.STOPPED: _transfer_ended,
         records.LINK_OPENED: _link_opened,
