@@ -120,7 +120,8 @@ static void test_a_wait_never_misses_the_last_row(void)
 }
 
 /* ---- threads: a leg changes while it is looked at; every text and number of it follows from one value ---- */
-static _Atomic unsigned num_whole;
+#define NUM_CHANGES 3000
+static _Atomic unsigned num_changes;   /* that were seen */
 
 static struct kv_leg_info leg_info(uint64_t n)
 {
@@ -135,12 +136,14 @@ static void *change_legs(void *arg)
 {
     (void)arg;
     struct kv_error ignored;
-    for (uint64_t n = 1; atomic_load(&num_whole) < 1000; n = n % 20000 + 1) {
-        struct kv_leg_info info = leg_info(n), next = leg_info(n + 50000);
-        CHECK(kv_state_open_leg(state, (uint32_t)n % 2 * KV_NUM_LEGS + 5, &info, &ignored));
-        kv_leg_posted(state, (uint32_t)n % 2 * KV_NUM_LEGS + 5, 3, 1, 1);
-        CHECK(kv_state_update_leg(state, (uint32_t)n % 2 * KV_NUM_LEGS + 5, &next, &ignored));
-        kv_state_close_leg(state, (uint32_t)n % 2 * KV_NUM_LEGS + 5);
+    struct kv_leg_info first[2] = {leg_info(10), leg_info(11)}, then[2] = {leg_info(50010), leg_info(50011)};
+    for (uint32_t n = 0; atomic_load(&num_changes) < NUM_CHANGES; n ^= 1) {
+        uint32_t number = n * KV_NUM_LEGS + 5;
+        CHECK(kv_state_open_leg(state, number, &first[n], &ignored));
+        kv_leg_posted(state, number, 3, 1, 1);
+        for (int i = 0; i < 20; i++)
+            CHECK(kv_state_update_leg(state, number, i % 2 ? &first[n] : &then[n], &ignored));
+        kv_state_close_leg(state, number);
     }
     return NULL;
 }
@@ -149,8 +152,9 @@ static void test_a_leg_is_seen_whole(void)
 {
     pthread_t thread;
     struct kv_leg_view seen;
+    uint64_t before = 0;
     CHECK(!pthread_create(&thread, NULL, change_legs, NULL));
-    while (num_whole < 1000) {
+    while (num_changes < NUM_CHANGES) {
         uint32_t entry = 0;
         while (kv_state_next_leg(state, &entry, &seen)) {
             if (seen.torn)
@@ -161,7 +165,8 @@ static void test_a_leg_is_seen_whole(void)
             CHECK(seen.info.pages_held == now);
             CHECK(strtoull(seen.info.reason, NULL, 10) == now && strtoull(seen.info.why, NULL, 10) == now);
             CHECK(seen.rows_posted % 3 == 0 && seen.rows_posted <= 3 && seen.writes_posted <= 1);   /* beside it */
-            num_whole++;
+            num_changes += now != before;
+            before = now;
         }
     }
     pthread_join(thread, NULL);
