@@ -141,7 +141,7 @@ def open_fabric(settings: FabricSettings, regions: Sequence[tuple[int, int]], ow
 
 def _open_state(path: str, incarnation: str) -> native.StateFile:
     try:
-        return native.StateFile(path, incarnation=int(incarnation[:15], 16))
+        return native.StateFile(path, incarnation=incarnation)
     except OSError as error:
         raise ConfigError(
             f"the state file {path} cannot be made: {error}; set state_dir to a writable folder"
@@ -160,7 +160,7 @@ class StateView:
     """The state file of a messenger of this host, read only. It need not be running."""
 
     def __init__(self, path: str) -> None:
-        self._state = native.StateFile(path, incarnation=0, writable=False)
+        self._state = native.StateFile(path, writable=False)
 
     def landed_rows(self, request_id: str) -> int | None:
         """Rows landed for the youngest attempt at a request, None when there is none."""
