@@ -17,6 +17,8 @@ from kvmsgr.errors import ConfigError, FabricStuckError, FabricUnavailableError,
 from .choice import FabricChoice, candidates
 from .leftovers import lock, state_folder, sweep
 
+StateFile = native.StateFile
+
 
 @dataclass(frozen=True, slots=True)
 class FabricSettings:

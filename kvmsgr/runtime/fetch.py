@@ -72,6 +72,7 @@ class Fetch:
         self,
         node: Node,
         slots: Mapping[PeerDriver, tuple[int, int]],
+        numbers: Mapping[PeerDriver, int],
         dispatch: Dispatch,
     ) -> None:
         self.request_id = dispatch.request_id
@@ -82,6 +83,9 @@ class Fetch:
         self._dispatch = dispatch  # of one leg; the others differ in their slot
         self._machine = core.Fetch(self.request_id, dispatch.expected_rows)
         self._slots = slots
+        self._numbers = numbers  # of its legs in the ledger
+        self._num_pages = sum(span.num_pages for span in self.spans)
+        self._failure: Failure | None = None
         self._legs = {peer: Leg(f"{self.request_id} at {peer.name}") for peer in slots}
         self._arrival: asyncio.Future[Arrival] = node.loop.create_future()
         self._released: asyncio.Future[None] = node.loop.create_future()
@@ -272,7 +276,22 @@ class Fetch:
                     self._await_count(peer, rows)
                 case legs.FailAttempt(failure):
                     self._feed(core.LegFailed(failure))
+        self._show(peer)
         self._release_if_clean()
+
+    def _show(self, peer: PeerDriver) -> None:
+        if self._released.done():
+            return
+        leg, over = self._legs[peer], self._machine.state is core.FetchState.quarantined
+        held = over and leg.state not in CLEAN
+        self._node.ledger.update(
+            self._numbers[peer],
+            str(leg.state),
+            self._num_pages,
+            str(self._failure.reason) if self._failure else "",
+            self._why_held(peer, leg) if held else "",
+            quarantined=held,
+        )
 
     def _await_count(self, peer: PeerDriver, rows: int) -> None:
         """What the peer says it has posted is believed when as many rows were counted, and not before: until then
@@ -316,6 +335,7 @@ class Fetch:
                     self._release_pages()
 
     def _end(self, failure: Failure | None) -> None:
+        self._failure = failure
         self._expiry.cancel()
         if self._stall is not None:
             self._stall.cancel()
@@ -331,6 +351,8 @@ class Fetch:
 
     def _release_pages(self) -> None:
         self._rows = self.rows_landed
+        for number in self._numbers.values():
+            self._node.ledger.close(number)
         self._node.release_fetch(self)
         if self._machine.state is not core.FetchState.ready:
             self.release_context()

@@ -37,6 +37,7 @@ from kvmsgr_protocol import Span as WireSpan
 from .connection import dial
 from .fetch import Fetch
 from .inbox import Inbox
+from .ledger import Ledger
 from .pages import PageGuard, check_cover, hold_all, page_indices, release_all
 from .peer import PeerDriver
 from .serve import PrefillRequest
@@ -80,6 +81,7 @@ class Node:
         self._slots = SlotPool(secrets.randbelow(NUM_SLOTS), secrets.randbelow(NUM_GENERATIONS))
         self._attempts = AttemptNumbers(MAX_ATTEMPTS)
         self._pages = [PageGuard(group.name, group.num_pages) for group in memory.groups]
+        self.ledger = Ledger(fabric.state, self._pages, config.quarantine_limit)
         self.connections: set[Connection] = set()
         self._peers: set[PeerDriver] = set()
         self._dialled: dict[Descriptor, PeerDriver] = {}
@@ -222,11 +224,11 @@ class Node:
             time_allowed_s = self.config.time_allowed_s
         dispatch = self._dispatch(request_id, tokens, wire_spans, payload, trace, time_allowed_s, wants_context)
         hold_all(self._pages, wire_spans)
-        attempt, slot = self._attempts.take(), self._slots.take()
+        attempt, slot, leg = self._attempts.take(), self._slots.take(), self.ledger.take()
         context_slot = self.context_slots.take() if wants_context else -1
-        if attempt is None or slot is None or context_slot is None:
+        if attempt is None or slot is None or leg is None or context_slot is None:
             release_all(self._pages, wire_spans)
-            self._give_back(attempt, slot, context_slot)
+            self._give_back(attempt, slot, leg, context_slot)
             what = "context slots" if context_slot is None else "immediate slots"
             raise BusyError(request_id, f"all {what} are held by requests that are alive or not proven ended")
         dispatch = replace(dispatch, attempt=attempt, slot=slot[0], generation=slot[1], context_slot=context_slot)
@@ -234,7 +236,9 @@ class Node:
         state.open_attempt(attempt, dispatch.expected_rows, request_id)
         state.link_slot(*slot, attempt)
         self._past.pop(immediate.counter_index(*slot), None)
-        fetch = self._fetches[attempt] = Fetch(self, {peer: slot}, dispatch)
+        self.ledger.open(leg, "fetch", "waiting", peer.name, dispatch, self.memory.num_signals)
+        self._show_pages(wire_spans)
+        fetch = self._fetches[attempt] = Fetch(self, {peer: slot}, {peer: leg}, dispatch)
         self._by_slot[immediate.counter_index(*slot)] = fetch, peer
         fetch.start()
         return fetch
@@ -274,11 +278,15 @@ class Node:
             raise ConfigError(f"request {request_id!r} cannot be sent: {error}") from error
         return dispatch
 
-    def _give_back(self, attempt: int | None, slot: tuple[int, int] | None, context_slot: int | None) -> None:
+    def _give_back(
+        self, attempt: int | None, slot: tuple[int, int] | None, leg: int | None, context_slot: int | None
+    ) -> None:
         if attempt is not None:
             self._attempts.give(attempt)
         if slot is not None:
             self._slots.give(slot[0])
+        if leg is not None:
+            self.ledger.give(leg)
         if context_slot is not None and context_slot >= 0:
             self.context_slots.give(context_slot)
 
@@ -305,7 +313,12 @@ class Node:
         del self._fetches[fetch.attempt]
         self._attempts.give(fetch.attempt)
         release_all(self._pages, fetch.spans)
+        self._show_pages(fetch.spans)
         self.settled(*fetch.slots)
+
+    def _show_pages(self, spans: Sequence[WireSpan]) -> None:
+        for group in {span.group for span in spans}:
+            self.ledger.show_pages(group)
 
     def settled(self, *peers: PeerDriver) -> None:
         """A request of these peers has left nothing behind: one that is lost may be all done with."""

@@ -208,6 +208,21 @@ class PrefillRequest:
     def _feed(self, event: object) -> None:
         for effect in self._machine.feed(event):
             self._carry_out(effect)
+        self.show()
+
+    def show(self) -> None:
+        """Show in the state file where the request stands."""
+        if self._machine.state is core.ServeState.ended:
+            return
+        held = 0 if self._released.done() else sum(cursor.num_sources for cursor in self.cursors)
+        failure = self._failure
+        self.node.ledger.update(
+            self.tag,
+            str(self._machine.state),
+            held,
+            str(failure.reason) if failure else "",
+            failure.detail if failure else "",
+        )
 
     def _carry_out(self, effect: object) -> None:
         leg = self.request_id, self.dispatch.attempt
