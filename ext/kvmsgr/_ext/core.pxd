@@ -35,6 +35,7 @@ cdef extern from "layer_counter.h" nogil:
     uint64_t kv_counter_current(kv_layer_counter *c)
     uint64_t kv_word_ticket(uint64_t word)
     uint32_t kv_word_bumps(uint64_t word)
+    uint64_t kv_counter_read(kv_layer_counter *c, uint64_t ticket)
 
 cdef extern from "state.h" nogil:
     enum: KV_GENERATION_BITS, KV_SLOT_BITS, KV_NUM_ATTEMPTS, KV_LABEL_BYTES
@@ -60,6 +61,11 @@ cdef extern from "state.h" nogil:
     c_bool kv_attempt_known(const kv_state *s, uint64_t attempt)
     uint64_t kv_state_attempt_rows(const kv_state *s, uint64_t attempt)
     int64_t kv_state_expecting(const kv_state *s)
+    enum kv_landed:
+        KV_LANDED_COUNTED, KV_LANDED_REACHED, KV_LANDED_OVERFLOW, KV_LANDED_STRAY_SEEN, KV_LANDED_STRAY
+    struct kv_landing:
+        uint64_t attempt, rows
+    kv_landed kv_state_land(kv_state *s, uint32_t imm, kv_landing *out)
 
 cdef extern from "plan.h" nogil:
     struct kv_run:

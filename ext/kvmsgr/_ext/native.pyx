@@ -27,6 +27,12 @@ LINK_CLOSED = KV_LINK_CLOSED
 STEP_ENDED = KV_STEP_ENDED
 STEP_FAULT = KV_STEP_FAULT
 
+LANDED_COUNTED = KV_LANDED_COUNTED
+LANDED_REACHED = KV_LANDED_REACHED
+LANDED_OVERFLOW = KV_LANDED_OVERFLOW
+LANDED_STRAY_SEEN = KV_LANDED_STRAY_SEEN
+LANDED_STRAY = KV_LANDED_STRAY
+
 FEWER = KV_FEWER
 MORE = KV_MORE
 DEADLINE = KV_DEADLINE
@@ -227,6 +233,17 @@ cdef class StateFile:
         self._check(True)
         kv_state_unlink_slot(self.state, self._slot_index(slot, generation))
 
+    def land(self, uint32_t immediate):
+        """Counts one landed write; for fabrics that are not libfabric.
+
+        Returns:
+            (LANDED_*, attempt, its rows after this write); the two are 0 where the slot counts for no attempt.
+        """
+        cdef kv_landing landing = kv_landing(0, 0)
+        self._check(True)
+        cdef kv_landed landed = kv_state_land(self.state, immediate, &landing)
+        return <int>landed, landing.attempt, landing.rows
+
     def attempt_rows(self, uint64_t attempt):
         """Rows that have landed for it. KeyError: it was never opened, or its entry is another's now."""
         self._check(False)
@@ -294,6 +311,11 @@ cdef class LayerCounter:
     def bump(self):
         """After each layer, and once more after the context."""
         kv_counter_bump(self.counter)
+
+    def bumps_of(self, uint64_t ticket):
+        """Bumps of `ticket` as its ring slot shows them; None: it has not started, or its slot shows another one."""
+        cdef uint64_t word = kv_counter_read(self.counter, ticket)
+        return kv_word_bumps(word) if word else None
 
     @property
     def num_slots(self):
