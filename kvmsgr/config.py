@@ -11,7 +11,7 @@ from kvmsgr.errors import ConfigError
 MAX_S = 1e7
 MAX_NAME = 256
 MAX_CQ_ENTRIES = 1 << 20
-FABRICS = ("auto", "shm", "net", "tcp")
+FABRICS = ("auto", "shm", "net", "tcp", "tcp;ofi_rxm", "verbs;ofi_rxm", "efa", "inprocess")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +23,9 @@ class Config:
         model: Fingerprint of model and weights; messengers with different ones refuse each other.
         listen: Control socket: "tcp://host:port" (port 0: any) or "unix:path".
         advertise: Host that peers dial, where it is not the one in `listen`.
-        fabric: "shm" (one host), "net" or "tcp" (libfabric's tcp provider before and after 1.18), or "auto": the best
-            that passes the start-up self-test.
+        fabric: "auto": the best that passes the start-up self-test. Or "shm" (one host), "net" or "tcp" (libfabric's
+            tcp provider before and after 1.18), "tcp;ofi_rxm" (its fence is not proven), "verbs;ofi_rxm" and "efa"
+            (untested), "inprocess" (messengers of one process, for tests).
         fabric_address: Address of the network interface the fabric uses; None: the host that
             peers dial.
         window: Writes a peer may have in flight to us.
@@ -32,6 +33,11 @@ class Config:
             it limits the number of peers; the other half is for our own writes.
         time_allowed_s: Default for one request.
         stall_s: After the peer posted everything: how long no row may land before the request fails.
+        heartbeat_s: How often the polling thread tells each peer that it is there.
+        lease_s: A peer whose polling thread has not been heard of for so long is lost: its requests fail, and what it
+            could write to is closed. At least twice the peer's `heartbeat_s`.
+        quarantine_limit: Share of a cache group's pages (0 to 1) that may be in quarantine before the messenger calls
+            itself unhealthy.
         connect_timeout_s: From dialling a peer until requests may go.
         step_timeout_s: From `begin_step` until the step must have run all its layers.
         max_requests: Requests alive at once on the prefill side; beyond that a decoder is told to come back later.
@@ -51,6 +57,9 @@ class Config:
     cq_entries: int = 32768
     time_allowed_s: float = 60.0
     stall_s: float = 2.0
+    heartbeat_s: float = 0.5
+    lease_s: float = 2.0
+    quarantine_limit: float = 0.5
     connect_timeout_s: float = 5.0
     step_timeout_s: float = 60.0
     max_requests: int = 1024
@@ -64,9 +73,15 @@ class Config:
         listen = parse(self.listen)
         if isinstance(listen, Tcp) and listen.is_wildcard and self.advertise is None:
             raise ConfigError(f"listen is {self.listen!r}, which no peer can dial; set advertise to this host's name")
-        for field in ("time_allowed_s", "stall_s", "connect_timeout_s", "step_timeout_s"):
+        for field in ("time_allowed_s", "stall_s", "heartbeat_s", "lease_s", "connect_timeout_s", "step_timeout_s"):
             if not 0 < getattr(self, field) < MAX_S:
                 raise ConfigError(f"{field} is {getattr(self, field)!r}; it must be positive and below {MAX_S:g}")
+        if self.heartbeat_s * 2 > self.lease_s:
+            raise ConfigError(
+                f"heartbeat_s is {self.heartbeat_s:g} and lease_s {self.lease_s:g}; a lease must outlast two heartbeats"
+            )
+        if not 0 <= self.quarantine_limit <= 1:
+            raise ConfigError(f"quarantine_limit is {self.quarantine_limit}; it is a share of the pages, 0 to 1")
         for field in ("name", "model"):
             if len(getattr(self, field)) > MAX_NAME:
                 raise ConfigError(f"{field} has {len(getattr(self, field))} characters; at most {MAX_NAME} travel")

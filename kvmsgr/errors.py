@@ -23,8 +23,10 @@ KvmsgrError
 │   │   └── CountOverflowError  more rows landed than were expected
 │   ├── StepFaultError          a forward pass ran fewer or more layers than announced, or none in time
 │   ├── EngineFailedError       the engine on one side gave the request up
+│   ├── RequestCancelledError   the decoder's engine cancelled it
 │   ├── PeerProtocolError       the peer broke the rules, or does not know the request
 │   └── ClosedError             one of the two messengers closed
+├── PagesQuarantined            a request is over, and it is not proven yet that nothing can land in its pages
 ├── FabricStuckError            the polling thread does not come back out of libfabric
 ├── StepLimitError              more steps are announced than a layer counter can tell apart
 └── MessengerClosedError        a call came after close
@@ -189,6 +191,31 @@ class EngineFailedError(TransferError):
     reason = Reason.engine
 
 
+class RequestCancelledError(TransferError):
+    """The engine of the decoder no longer wanted the request."""
+
+    reason = Reason.cancelled
+
+
+class PagesQuarantined(KvmsgrError):
+    """A request is over, and it is not proven that no write of it can land any more: its pages must not be used.
+
+    The messenger holds them and gives them back by itself; `Fetch.released()` says when. It takes this long only with a
+    peer that has fallen silent, on a provider whose endpoints cannot be closed safely under traffic.
+
+    Args:
+        request_id: The request.
+        why: What is missing to prove it.
+    """
+
+    def __init__(self, request_id: str, why: str) -> None:
+        super().__init__(
+            f"request {request_id!r} is over, but writes of it may still land in its pages: {why}. Do not use the "
+            "pages before released() returns; closing the messenger frees them too"
+        )
+        self.request_id, self.why = request_id, why
+
+
 class FabricStuckError(KvmsgrError):
     """The polling thread hangs inside libfabric, as after a shm peer was killed while it held a lock of ours. Nothing
     moves any more: close the messenger and open another; the memory of this one is never freed."""
@@ -224,6 +251,7 @@ _BY_REASON: dict[Reason, type[TransferError]] = {
     Reason.timeout: TransferTimeout,
     Reason.step_fault: StepFaultError,
     Reason.engine: EngineFailedError,
+    Reason.cancelled: RequestCancelledError,
     Reason.protocol: PeerProtocolError,
     Reason.unknown_request: PeerProtocolError,
     Reason.closed: ClosedError,

@@ -21,6 +21,7 @@ from .runtime import steps
 from .runtime.connection import listen, release
 from .runtime.fetch import Fetch
 from .runtime.node import Node
+from .runtime.peer import SOFTWARE
 from .runtime.serve import PrefillRequest
 from .runtime.steps import Chunk, Step
 from .types import Descriptor, Span
@@ -83,6 +84,9 @@ class Messenger:
             raise
         if isinstance(bound, Tcp) and config.advertise is not None:
             bound = Tcp(config.advertise, bound.port)
+        node.fabric.state.set_info(
+            name=config.name, address=str(bound), provider=fabric.choice.provider, software=SOFTWARE
+        )
         log.info("messenger open", name=config.name, address=str(bound), fabric=fabric.choice.why)
         if not address.is_local:
             log.warning("the control connection is not encrypted: whoever reaches it can write into the cache")
@@ -97,6 +101,14 @@ class Messenger:
     def state_path(self) -> str | None:
         """The file in which slots and counters live; `kvmsgr.inspect` reads it."""
         return self._node.fabric.state.path
+
+    @property
+    def unhealthy(self) -> str | None:
+        """Why this messenger should get no more requests: its polling thread is stuck, or too many of its pages are in
+        quarantine (`Config.quarantine_limit`). None while it is well."""
+        if self._node.stuck:
+            return "the polling thread is stuck inside libfabric"
+        return self._node.ledger.unhealthy
 
     # The decoder's side
 

@@ -7,7 +7,7 @@
 enum kv_object {
     KV_LIVE_ENDPOINTS,
     KV_LIVE_REGIONS,
-    KV_LIVE_SLOTS,       /* linked to an attempt */
+    KV_LIVE_SLOTS,       /* linked to an attempt, or to a link for its heartbeats */
     KV_LIVE_RINGS,       /* of layer counters */
     KV_LIVE_TRANSFERS,
     KV_LIVE_TEMPLATES,

@@ -5,10 +5,15 @@ static void land(struct kv_poller *p, uint32_t imm)
 {
     struct kv_landing landing;
     enum kv_landed landed = kv_state_land(p->state, imm, &landing);
+    if (landed == KV_LANDED_BEAT) {
+        kv_link_heard(p, (uint32_t)landing.attempt);
+        return;
+    }
     kv_count(&p->stats.landed_writes, 1);
     kv_count(&p->stats.landed_rows, (imm & (KV_MAX_ROWS - 1)) + 1);
     switch (landed) {
     case KV_LANDED_COUNTED:
+    case KV_LANDED_BEAT:
         break;
     case KV_LANDED_REACHED:
         kv_report(p, KV_REACHED, landing.attempt, landing.rows, 0);
@@ -24,6 +29,8 @@ static void land(struct kv_poller *p, uint32_t imm)
         kv_count(&p->stats.strays, 1);
         break;
     }
+    if (landing.slot_reached)
+        kv_report(p, KV_SLOT_REACHED, landing.slot_index, landing.slot_rows, 0);
 }
 
 /* The operation a context names, if it really is one: an error entry may carry anything. */

@@ -72,6 +72,8 @@ void kv_link_close(struct kv_poller *p, struct kv_link *l);
 void kv_link_go_on_closing(struct kv_poller *p, bool emptied);
 void kv_link_stop_tag(struct kv_poller *p, struct kv_link *l, uint32_t tag);
 void kv_link_check_timeouts(struct kv_poller *p);
+/* A heartbeat of its peer has landed. */
+void kv_link_heard(struct kv_poller *p, uint32_t link);
 /* An operation has come back, by completion, by injected drop, or by the close of its endpoint. */
 void kv_link_retire_op(struct kv_poller *p, struct kv_op *op);
 #endif

@@ -127,6 +127,7 @@ static bool round_once(struct kv_poller *p)
 static void look_at_clock(struct kv_poller *p)
 {
     p->now_ns = kv_now_ns();
+    kv_state_seen(p->state, p->now_ns);
     kv_watch_deadlines(p);
     if (p->now_ns - p->timeouts_checked_ns >= TIMEOUT_CHECK_NS) {
         p->timeouts_checked_ns = p->now_ns;

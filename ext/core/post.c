@@ -3,6 +3,7 @@
    A bump must not wait behind one long stream, so turns are counted in bytes and carry over. A small write is billed
    as 16 KiB because that is what it costs the provider. A round is short, so that the words and the completion queue
    are looked at in between. */
+#include "leg.h"
 #include "poller.h"
 
 #define ROUND_POSTS 32
@@ -64,6 +65,7 @@ static void account(struct kv_poller *p, struct kv_op *op, struct kv_transfer *x
         if (++x->entry_index == x->released)
             kv_unqueue(p, x);
     }
+    kv_leg_posted(p->state, x->tag, w->rows, x->entry_index, x->template->num_entries);
 }
 
 static ssize_t post_with_faults(struct kv_poller *p, struct kv_op *op, struct kv_transfer *x, const struct kv_entry *n,

@@ -14,6 +14,7 @@ enum kv_record_kind {
     KV_LINK_CLOSED,   /* id link: nothing can land through it, nothing of it reads source memory */
     KV_STEP_ENDED,    /* id counter, value ticket, extra bumps seen */
     KV_STEP_FAULT,    /* id counter, value ticket, extra bumps seen << 32 | enum kv_step_fault */
+    KV_SLOT_REACHED,  /* id slot index, value rows: those awaited in this slot have landed */
 };
 enum kv_step_fault { KV_FEWER = 1, KV_MORE, KV_DEADLINE };
 enum kv_link_failure {

@@ -3,6 +3,8 @@
 #include "clock.h"
 #include <errno.h>
 #include <fcntl.h>
+#include <rdma/fabric.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -11,9 +13,13 @@
 #define HEADER_BYTES 4096u
 #define SLOTS_BYTES (KV_NUM_SLOTS * sizeof(struct kv_slot))
 #define ATTEMPTS_BYTES (KV_NUM_ATTEMPTS * sizeof(struct kv_attempt))
-#define FILE_BYTES (HEADER_BYTES + SLOTS_BYTES + ATTEMPTS_BYTES)
+#define LEGS_BYTES (KV_NUM_LEGS * sizeof(struct kv_leg))
+#define ATTEMPTS_OFFSET (HEADER_BYTES + SLOTS_BYTES)
+#define LEGS_OFFSET (ATTEMPTS_OFFSET + ATTEMPTS_BYTES)
+#define FILE_BYTES (LEGS_OFFSET + LEGS_BYTES)
 
-_Static_assert(sizeof(struct kv_slot) == 16 && sizeof(struct kv_attempt) == 128, "part of the file format");
+_Static_assert(sizeof(struct kv_slot) == 32 && sizeof(struct kv_attempt) == 128 && sizeof(struct kv_leg) == 256,
+               "part of the file format");
 _Static_assert(sizeof(struct kv_state_header) <= HEADER_BYTES, "the header has a page of its own");
 
 /* ---- opening and closing ---- */
@@ -28,25 +34,44 @@ static struct kv_state *wrap(void *map, const char *path, bool created)
     }
     s->header = map;
     s->slots = (void *)((char *)map + HEADER_BYTES);
-    s->attempts = (void *)((char *)map + HEADER_BYTES + SLOTS_BYTES);
+    s->attempts = (void *)((char *)map + ATTEMPTS_OFFSET);
+    s->legs = (void *)((char *)map + LEGS_OFFSET);
     s->created = s->writable = created;
     pthread_mutex_init(&s->lock, NULL);
     kv_live(KV_LIVE_STATE_FILES, 1);
     return s;
 }
 
-static void fill_header(struct kv_state_header *h, uint64_t incarnation)
+/* When this process started, in clock ticks since boot: field 22 of its stat. 0 where /proc does not say. */
+static uint64_t own_start(void)
+{
+    char text[1024];
+    int fd = open("/proc/self/stat", O_RDONLY | O_CLOEXEC);
+    ssize_t num = fd < 0 ? 0 : read(fd, text, sizeof text - 1);
+    if (fd >= 0)
+        close(fd);
+    text[num > 0 ? num : 0] = 0;
+    char *field = strrchr(text, ')');   /* the 2nd ends with it, and may hold any others */
+    for (int i = 2; field && i < 22; i++)
+        field = strchr(field + 1, ' ');
+    return field ? strtoull(field, NULL, 10) : 0;
+}
+
+static void fill_header(struct kv_state_header *h, const char *incarnation)
 {
     *h = (struct kv_state_header){   /* the mapping was zero: no reader has seen a magic */
-        .version = KV_STATE_VERSION, .pid = (uint32_t)getpid(), .incarnation = incarnation, .started_ns = kv_now_ns(),
+        .version = KV_STATE_VERSION, .pid = (uint32_t)getpid(), .pid_started = own_start(), .started_ns = kv_now_ns(),
         .slots_offset = HEADER_BYTES, .num_slots = KV_NUM_SLOTS, .slot_bytes = sizeof(struct kv_slot),
-        .attempts_offset = HEADER_BYTES + SLOTS_BYTES, .num_attempts = KV_NUM_ATTEMPTS,
+        .attempts_offset = ATTEMPTS_OFFSET, .num_attempts = KV_NUM_ATTEMPTS,
         .attempt_bytes = sizeof(struct kv_attempt),
+        .legs_offset = LEGS_OFFSET, .num_legs = KV_NUM_LEGS, .leg_bytes = sizeof(struct kv_leg),
+        .libfabric_version = fi_version(),
     };
+    snprintf(h->incarnation, sizeof h->incarnation, "%s", incarnation);
     atomic_store_explicit(&h->magic, KV_STATE_MAGIC, memory_order_release);
 }
 
-struct kv_state *kv_state_create(const char *path, uint64_t incarnation, struct kv_error *e)
+struct kv_state *kv_state_create(const char *path, const char *incarnation, struct kv_error *e)
 {
     int fd = -1;
     if (path) {
@@ -83,26 +108,39 @@ undo:
     return NULL;
 }
 
+/* Maps a file that is one of ours, or NULL with the error. */
+static void *map_to_look(int fd, const char *path, struct kv_error *e)
+{
+    struct { uint64_t magic; uint32_t version, pid; } first = {0};
+    struct stat status;
+    if (pread(fd, &first, sizeof first, 0) != sizeof first || first.magic != KV_STATE_MAGIC || fstat(fd, &status)) {
+        kv_error_set(e, KV_INVALID, "%.160s is not a state file, or not ready yet", path);
+        return NULL;
+    }
+    if (first.version != KV_STATE_VERSION || (uint64_t)status.st_size != FILE_BYTES) {
+        kv_error_set(e, KV_INVALID, "%.120s is not a state file of version %u, but of version %u: look with the kvmsgr "
+                     "that made it", path, KV_STATE_VERSION, first.version);
+        return NULL;
+    }
+    void *map = mmap(NULL, FILE_BYTES, PROT_READ, MAP_SHARED, fd, 0);
+    if (map == MAP_FAILED) {
+        kv_error_call(e, KV_SYSTEM, "mmap", errno, "cannot map the state file %.180s", path);
+        return NULL;
+    }
+    return map;
+}
+
 struct kv_state *kv_state_look(const char *path, struct kv_error *e)
 {
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);   /* a fifo must not keep us */
     if (fd < 0) {
         kv_error_call(e, KV_SYSTEM, "open", errno, "cannot open state file %.180s", path);
         return NULL;
     }
-    struct stat status;
-    void *map = MAP_FAILED;
-    if (fstat(fd, &status) == 0 && (uint64_t)status.st_size == FILE_BYTES)
-        map = mmap(NULL, FILE_BYTES, PROT_READ, MAP_SHARED, fd, 0);
+    void *map = map_to_look(fd, path, e);
     close(fd);
-    const struct kv_state_header *h = map;
-    if (map == MAP_FAILED || atomic_load_explicit(&h->magic, memory_order_acquire) != KV_STATE_MAGIC ||
-        h->version != KV_STATE_VERSION) {
-        if (map != MAP_FAILED)
-            munmap(map, FILE_BYTES);
-        kv_error_set(e, KV_INVALID, "%.160s is not a state file of version %u", path, KV_STATE_VERSION);
+    if (!map)
         return NULL;
-    }
     struct kv_state *s = wrap(map, path, false);
     if (!s) {
         munmap(map, FILE_BYTES);
@@ -170,10 +208,9 @@ bool kv_state_open_attempt(struct kv_state *s, uint64_t attempt, uint64_t expect
     }
     /* Release throughout: a reader that sees any field of the new attempt also sees that the entry was free between. */
     atomic_store_explicit(&a->state, KV_ATTEMPT_FREE, memory_order_relaxed);
-    uint64_t words[KV_LABEL_WORDS] = {0};
-    memcpy(words, label, label_bytes < KV_LABEL_BYTES ? label_bytes : KV_LABEL_BYTES);
-    for (unsigned i = 0; i < KV_LABEL_WORDS; i++)
-        atomic_store_explicit(&a->label[i], words[i], memory_order_release);
+    char padded[KV_LABEL_BYTES] = {0};
+    memcpy(padded, label, label_bytes < KV_LABEL_BYTES ? label_bytes : KV_LABEL_BYTES);
+    kv_words_store(a->label, padded, KV_LABEL_WORDS);
     atomic_store_explicit(&a->id, attempt, memory_order_release);
     atomic_store_explicit(&a->started_ns, kv_now_ns(), memory_order_release);
     atomic_store_explicit(&a->rows, 0, memory_order_release);
@@ -208,38 +245,94 @@ bool kv_state_view(const struct kv_state *s, uint32_t entry, struct kv_attempt_v
         .started_ns = atomic_load_explicit(&a->started_ns, memory_order_acquire),
         .state = state,
     };
-    for (unsigned i = 0; i < KV_LABEL_WORDS; i++) {
-        uint64_t word = atomic_load_explicit(&a->label[i], memory_order_acquire);
-        memcpy(out->label + i * 8, &word, 8);
-    }
+    kv_words_load(out->label, a->label, KV_LABEL_WORDS);
     return atomic_load_explicit(&a->state, memory_order_relaxed) != KV_ATTEMPT_FREE &&
            atomic_load_explicit(&a->id, memory_order_relaxed) == out->id;
 }
 
+/* ---- who the messenger is ---- */
+void kv_state_set_info(struct kv_state *s, const struct kv_state_info *info)
+{
+    pthread_mutex_lock(&s->lock);
+    kv_sequence_step(&s->header->info_sequence);
+    kv_words_store(s->header->info, info, sizeof *info / 8);
+    kv_sequence_step(&s->header->info_sequence);
+    pthread_mutex_unlock(&s->lock);
+}
+
+void kv_state_read_info(const struct kv_state *s, struct kv_state_info *out)
+{
+    const struct kv_state_header *h = s->header;
+    for (unsigned i = 0; i < KV_SEQUENCE_TRIES; i++) {
+        uint32_t before = kv_sequence_wait(&h->info_sequence);
+        kv_words_load(out, h->info, sizeof *out / 8);
+        if (before % 2 || kv_sequence_same(&h->info_sequence, before))
+            return;   /* odd: its writer was stopped in the middle; both halves are true, each at its time */
+    }
+}
+
+void kv_state_set_pages(struct kv_state *s, uint32_t group, const char name[24], uint64_t held, uint64_t total)
+{
+    struct kv_group_pages *g = &s->header->groups[group];
+    kv_words_store(g->name, name, 3);
+    atomic_store_explicit(&g->held, held, memory_order_release);
+    atomic_store_explicit(&g->total, total, memory_order_release);
+}
+
+struct kv_pages_view kv_state_pages(const struct kv_state *s, uint32_t group)
+{
+    const struct kv_group_pages *g = &s->header->groups[group];
+    struct kv_pages_view view = {.total = atomic_load_explicit(&g->total, memory_order_acquire)};
+    view.held = atomic_load_explicit(&g->held, memory_order_acquire);
+    kv_words_load(view.name, g->name, 3);
+    return view;
+}
+
 /* ---- slots ---- */
+static bool in_use(uint64_t link) { return link != KV_NO_ATTEMPT && link != KV_STRAYED; }
+
+static void count_linked(struct kv_state *s, int64_t change)
+{
+    pthread_mutex_lock(&s->lock);
+    s->num_linked += change;
+    pthread_mutex_unlock(&s->lock);
+    kv_live(KV_LIVE_SLOTS, change);
+}
+
+static void start_slot(struct kv_state *s, uint32_t slot_index, uint64_t link)
+{
+    struct kv_slot *slot = &s->slots[slot_index];
+    atomic_store_explicit(&slot->awaited, 0, memory_order_relaxed);
+    atomic_store_explicit(&slot->rows, 0, memory_order_relaxed);
+    count_linked(s, !in_use(atomic_exchange_explicit(&slot->link, link, memory_order_acq_rel)));
+}
+
 bool kv_state_link_slot(struct kv_state *s, uint32_t slot_index, uint64_t attempt, struct kv_error *e)
 {
     if (!kv_attempt_known(s, attempt))
         return kv_error_set(e, KV_MISSING, "attempt %llu was never opened", (unsigned long long)attempt);
-    struct kv_slot *slot = &s->slots[slot_index];
-    atomic_store_explicit(&slot->rows, 0, memory_order_relaxed);
-    uint64_t before = atomic_exchange_explicit(&slot->link, attempt + 1, memory_order_acq_rel);
-    bool fresh = before == KV_NO_ATTEMPT || before == KV_STRAYED;
-    pthread_mutex_lock(&s->lock);
-    s->num_linked += fresh;
-    pthread_mutex_unlock(&s->lock);
-    kv_live(KV_LIVE_SLOTS, fresh);
+    start_slot(s, slot_index, attempt + 1);
     return true;
+}
+
+void kv_state_link_beat(struct kv_state *s, uint32_t slot_index, uint32_t link)
+{
+    start_slot(s, slot_index, KV_BEATS | link);
 }
 
 void kv_state_unlink_slot(struct kv_state *s, uint32_t slot_index)
 {
-    uint64_t before = atomic_exchange_explicit(&s->slots[slot_index].link, KV_NO_ATTEMPT, memory_order_acq_rel);
-    bool linked = before != KV_NO_ATTEMPT && before != KV_STRAYED;
-    pthread_mutex_lock(&s->lock);
-    s->num_linked -= linked;
-    pthread_mutex_unlock(&s->lock);
-    kv_live(KV_LIVE_SLOTS, -(int64_t)linked);
+    struct kv_slot *slot = &s->slots[slot_index];
+    atomic_store_explicit(&slot->awaited, 0, memory_order_relaxed);
+    count_linked(s, -(int64_t)in_use(atomic_exchange_explicit(&slot->link, KV_NO_ATTEMPT, memory_order_acq_rel)));
+}
+
+uint64_t kv_state_await_slot(struct kv_state *s, uint32_t slot_index, uint64_t rows)
+{
+    /* In one total order with the adder, which adds and then looks for a watch: one of the two sees the other. */
+    struct kv_slot *slot = &s->slots[slot_index];
+    atomic_store_explicit(&slot->awaited, rows, memory_order_seq_cst);
+    return atomic_load_explicit(&slot->rows, memory_order_seq_cst);
 }
 
 /* ---- landing: the hot path of a decoder ---- */
@@ -257,9 +350,15 @@ enum kv_landed kv_state_land(struct kv_state *s, uint32_t imm, struct kv_landing
     struct kv_slot *slot = &s->slots[imm >> KV_ROW_BITS];
     uint64_t rows = (imm & (KV_MAX_ROWS - 1)) + 1;
     uint64_t link = atomic_load_explicit(&slot->link, memory_order_acquire);
-    atomic_fetch_add_explicit(&slot->rows, rows, memory_order_acq_rel);
-    if (link == KV_NO_ATTEMPT || link == KV_STRAYED)
+    uint64_t slot_rows = atomic_fetch_add_explicit(&slot->rows, rows, memory_order_seq_cst) + rows;
+    *out = (struct kv_landing){.slot_index = imm >> KV_ROW_BITS, .slot_rows = slot_rows};
+    if (!in_use(link))
         return land_stray(slot, link);
+    if (link & KV_BEATS) {
+        out->attempt = link & ~KV_BEATS;
+        return KV_LANDED_BEAT;
+    }
+    out->slot_reached = slot_rows == atomic_load_explicit(&slot->awaited, memory_order_seq_cst);
 
     struct kv_attempt *a = kv_attempt_entry(s, link - 1);
     if (atomic_load_explicit(&a->id, memory_order_relaxed) != link - 1)
@@ -268,7 +367,7 @@ enum kv_landed kv_state_land(struct kv_state *s, uint32_t imm, struct kv_landing
     /* Release: what this poller did before its add; acquire: the one that crosses has seen every other poller's. */
     uint64_t before = atomic_fetch_add_explicit(&a->rows, rows, memory_order_acq_rel), after = before + rows;
     uint64_t expected = atomic_load_explicit(&a->expected, memory_order_acquire);
-    *out = (struct kv_landing){.attempt = link - 1, .rows = after};
+    out->attempt = link - 1, out->rows = after;
     if (after < expected || before > expected)
         return KV_LANDED_COUNTED;
     if (after == expected) {

@@ -1,5 +1,6 @@
 #include "step.h"
 #include "census.h"
+#include "leg.h"
 #include "poller.h"
 #include <stdlib.h>
 
@@ -81,8 +82,11 @@ static bool look(struct kv_poller *p, struct kv_step *s)
         return false;
     s->word = word;
     uint32_t bumps = kv_word_bumps(word);
-    KV_EACH(node, &s->transfers)
-        kv_transfer_release(p, KV_OF(node, struct kv_transfer, in_step), bumps);
+    KV_EACH(node, &s->transfers) {
+        struct kv_transfer *x = KV_OF(node, struct kv_transfer, in_step);
+        kv_leg_signalled(p->state, x->tag, bumps);
+        kv_transfer_release(p, x, bumps);
+    }
     if (bumps >= s->num_bumps)
         uncount(p, s);
     if (bumps > s->num_bumps && !s->faulted)

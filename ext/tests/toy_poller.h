@@ -43,6 +43,7 @@ static inline void toy_open(uint32_t num_slots, uint32_t window, uint32_t row_by
     toy->config = (struct kv_config){.max_write_bytes = TOY_ROWS * row_bytes, .link_bytes = 1 << 20,
                                      .op_timeout_ns = KV_S};
     toy->now_ns = 1;
+    CHECK((toy->state = kv_state_create(NULL, "1", &error)));
     num_posts = 0;
     toy_answer = 0;
     kv_list_init(&toy->active);
@@ -80,6 +81,7 @@ static inline void toy_close(void)
         kv_link_free(toy_link(i));
     }
     CHECK(toy->num_active == 0 && toy->num_flying == 0 && toy->num_armed == 0);
+    CHECK(kv_state_close(toy->state, &(struct kv_error){0}));
     kv_layer_counter_free(toy->streams[0]->counter);
     kv_stream_free(toy->streams[0]);
     kv_bell_close(&toy->commands.bell);

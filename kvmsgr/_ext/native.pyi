@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from os import PathLike
-from typing import Final, Self
+from typing import Final, Literal, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -18,12 +18,14 @@ LINK_FAILED: Final[int]
 LINK_CLOSED: Final[int]
 STEP_ENDED: Final[int]
 STEP_FAULT: Final[int]
+SLOT_REACHED: Final[int]
 
 LANDED_COUNTED: Final[int]
 LANDED_REACHED: Final[int]
 LANDED_OVERFLOW: Final[int]
 LANDED_STRAY_SEEN: Final[int]
 LANDED_STRAY: Final[int]
+LANDED_BEAT: Final[int]
 
 FEWER: Final[int]
 MORE: Final[int]
@@ -39,6 +41,8 @@ FAILED_CLOSE: Final[int]
 
 ATTEMPT_STATES: Final[tuple[str, ...]]
 LABEL_BYTES: Final[int]
+NUM_LEGS: Final[int]
+MAX_GROUPS: Final[int]
 
 class NativeError(Exception):
     call: str
@@ -53,9 +57,54 @@ def providers() -> list[str]: ...
 def debug_counters() -> dict[str, int]: ...
 def monotonic_ns() -> int: ...
 
+class Info(NamedTuple):
+    pid: int
+    pid_started: int
+    incarnation: str
+    name: str
+    address: str
+    provider: str
+    software: str
+    libfabric: tuple[int, int]
+    started_ns: int
+
+class GroupPages(NamedTuple):
+    group: int
+    name: str
+    held: int
+    total: int
+
+class Leg(NamedTuple):
+    number: int
+    role: Literal["fetch", "serve"]
+    state: str
+    request_id: str
+    peer: str
+    attempt: int
+    slot: int
+    generation: int
+    rows_expected: int
+    num_layers: int
+    pages_held: int
+    started_ns: int
+    since_ns: int
+    reason: str
+    why: str
+    rows_posted: int
+    writes_posted: int
+    signals_seen: int
+    entries_posted: int
+    num_entries: int
+    slot_rows: int | None
+    attempt_rows: int | None
+    attempt_expected: int | None
+    torn: bool
+
 @disjoint_base
 class StateFile:
-    def __new__(cls, path: str | PathLike[str] | None, *, incarnation: int, writable: bool = True) -> Self: ...
+    def __new__(
+        cls, path: str | PathLike[str] | None, *, incarnation: int | str = 0, writable: bool = True
+    ) -> Self: ...
     @property
     def path(self) -> str | None: ...
     @property
@@ -63,14 +112,45 @@ class StateFile:
     @property
     def pid(self) -> int: ...
     @property
-    def incarnation(self) -> int: ...
+    def incarnation(self) -> str: ...
+    @property
+    def poller_seen_ns(self) -> int: ...
+    @property
+    def quarantined(self) -> int: ...
     @property
     def expecting(self) -> int: ...
     def open_attempt(self, attempt: int, expected_rows: int, label: str) -> None: ...
     def end_attempt(self, attempt: int) -> None: ...
     def link_slot(self, slot: int, generation: int, attempt: int) -> None: ...
     def unlink_slot(self, slot: int, generation: int) -> None: ...
-    def land(self, immediate: int) -> tuple[int, int, int]: ...
+    def land(self, immediate: int) -> tuple[int, int, int, int]: ...
+    def leg_posted(self, tag: int, rows: int, entries: int, num_entries: int) -> None: ...
+    def leg_signalled(self, tag: int, bumps: int) -> None: ...
+    def poller_seen(self, now_ns: int) -> None: ...
+    def link_beat(self, slot: int, generation: int, link: int) -> None: ...
+    def await_slot(self, slot: int, generation: int, rows: int) -> int: ...
+    def open_leg(
+        self,
+        number: int,
+        *,
+        role: str,
+        state: str,
+        request_id: str,
+        peer: str,
+        attempt: int,
+        slot: int,
+        generation: int,
+        rows_expected: int,
+        num_layers: int,
+    ) -> None: ...
+    def update_leg(self, number: int, *, state: str, reason: str = "", why: str = "", pages_held: int = 0) -> None: ...
+    def close_leg(self, number: int) -> None: ...
+    def legs(self) -> list[Leg]: ...
+    def set_info(self, *, name: str, address: str, provider: str, software: str) -> None: ...
+    def info(self) -> Info: ...
+    def set_pages(self, group: int, name: str, held: int, total: int) -> None: ...
+    def pages(self) -> list[GroupPages]: ...
+    def set_quarantined(self, num_pages: int) -> None: ...
     def attempt_rows(self, attempt: int) -> int: ...
     def slot_rows(self, slot: int, generation: int) -> int: ...
     def attempts(self) -> list[tuple[int, int, int, int, str]]: ...

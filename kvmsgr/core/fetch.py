@@ -1,8 +1,9 @@
 """A fetch: one attempt at one request, as the decoder sees it. Its legs are machines of their own (`leg.py`).
 
-The attempt is decided by the first of: every row counted, a failure of any leg, the count itself, the time allowed.
-Whatever comes later changes nothing. What frees the destination pages is never the end of the attempt but a proof that
-no write can land: every row was counted, or every leg is clean. A fetch whose pages are free is forgotten.
+The attempt is decided by the first of: every row counted, a failure of any leg, the count itself, the time allowed, the
+engine that no longer wants it. Whatever comes later changes nothing. What frees the destination pages is never the end
+of the attempt but a proof that no write can land: every row was counted, or every leg is clean. Until then they are in
+quarantine. A fetch whose pages are free is forgotten.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .machine import Machine, go
 class FetchState(StrEnum):
     pending = "pending"
     ready = "ready"
-    failed = "failed"  # writes may still land: the pages are held
+    quarantined = "quarantined"  # failed, and writes may still land: the pages are held
     released = "released"  # failed, and no write can land
 
 
@@ -63,6 +64,14 @@ class TimeExpired:
 
 
 @dataclass(frozen=True, slots=True)
+class Cancelled:
+    """The engine no longer wants it."""
+
+    rows: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Closed:
     """The messenger is closing."""
 
@@ -71,7 +80,7 @@ class Closed:
 
 @dataclass(frozen=True, slots=True)
 class LegsClean:
-    """No leg was ever taken up by its peer."""
+    """It is proven of every leg that nothing of it can land."""
 
 
 # Effects
@@ -122,6 +131,8 @@ def _failure(fetch: Fetch, event: object) -> Failure:
         case TimeExpired(rows, time_allowed_s):
             detail = f"{rows} of {expected} rows landed in the {time_allowed_s:g} s allowed"
             return Failure(Reason.timeout, detail, rows, expected)
+        case Cancelled(rows, why):
+            return Failure(Reason.cancelled, f"cancelled after {rows} of {expected} rows: {why}", rows, expected)
     assert isinstance(event, Closed)
     return Failure(Reason.closed, "the messenger closed", event.rows, expected)
 
@@ -142,7 +153,7 @@ def _resolve_failure(fetch: Fetch, event: object) -> ResolveFailure:
     return ResolveFailure(_failure(fetch, event))
 
 
-def _fail_peers(fetch: Fetch, event: CountOverflowed) -> FailPeers:
+def _fail_peers(fetch: Fetch, event: CountOverflowed | CountStalled) -> FailPeers:
     return FailPeers(_failure(fetch, event))
 
 
@@ -150,7 +161,10 @@ def _release(fetch: Fetch, event: object) -> ReleasePages:
     return ReleasePages()
 
 
-_fail = go(FetchState.failed, _end_failed, _resolve_failure)
+_fail = go(FetchState.quarantined, _end_failed, _resolve_failure)
+_fail_loudly = go(
+    FetchState.quarantined, _end_failed, _resolve_failure, _fail_peers
+)  # a fabric that loses or invents rows
 
 
 class Fetch(Machine):
@@ -164,16 +178,21 @@ class Fetch(Machine):
     table: ClassVar = {
         (FetchState.pending, RowsCounted): go(FetchState.ready, _end_ready, _resolve, _release),
         (FetchState.pending, LegFailed): _fail,
-        (FetchState.pending, CountStalled): _fail,
         (FetchState.pending, TimeExpired): _fail,
+        (FetchState.pending, Cancelled): _fail,
         (FetchState.pending, Closed): _fail,
-        (FetchState.pending, CountOverflowed): go(FetchState.failed, _end_failed, _resolve_failure, _fail_peers),
+        (FetchState.pending, CountStalled): _fail_loudly,
+        (FetchState.pending, CountOverflowed): _fail_loudly,
         # The count kept running: all rows are in, so none can follow.
-        (FetchState.failed, RowsCounted): go(FetchState.released, _release),
-        (FetchState.failed, LegsClean): go(FetchState.released, _release),
-        (FetchState.failed, CountOverflowed): go(FetchState.failed, _fail_peers),
-        (FetchState.failed, LegFailed): go(FetchState.failed),
-        (FetchState.failed, Closed): go(FetchState.failed),
+        (FetchState.quarantined, RowsCounted): go(FetchState.released, _release),
+        (FetchState.quarantined, LegsClean): go(FetchState.released, _release),
+        (FetchState.quarantined, CountOverflowed): go(FetchState.quarantined, _fail_peers),
+        (FetchState.quarantined, LegFailed): go(FetchState.quarantined),
+        (FetchState.quarantined, Cancelled): go(FetchState.quarantined),
+        (FetchState.quarantined, Closed): go(FetchState.quarantined),
+        # An engine may cancel what is over: the race is normal.
+        (FetchState.ready, Cancelled): go(FetchState.ready),
+        (FetchState.released, Cancelled): go(FetchState.released),
     }
 
     def __init__(self, name: str, rows_expected: int) -> None:

@@ -1,6 +1,8 @@
 """A leg: one attempt at one peer, as the decoder sees it.
 
-A leg is *clean* while nothing of it can ever land: its Dispatch was never sent, or the peer did not take it.
+A leg is *clean* when nothing of it can land any more. There are four proofs, and no other: its Dispatch was never sent
+(`unsent`); the peer did not take it (`declined`); the peer said how many rows it has posted in all, and exactly as many
+were counted (`drained`); the endpoint it wrote to is closed (`fenced`). That a leg is over proves nothing.
 """
 
 from __future__ import annotations
@@ -8,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar
+
+from kvmsgr_protocol import Reason
 
 from .failure import Failure
 from .machine import Machine, go
@@ -19,13 +23,17 @@ class LegState(StrEnum):
     dispatched = "dispatched"
     accepted = "accepted"
     sent = "sent"  # the peer has posted all it will post
-    declined = "declined"  # busy or refused: clean
-    unsent = "unsent"  # ended before Dispatch was sent: clean
-    finished = "finished"
-    failed = "failed"  # writes may still land
+    draining = "draining"  # over; the peer has not said yet how many rows it has posted
+    counting = "counting"  # over; the peer has said it, and that many have not been counted yet
+    lost = "lost"  # over with its epoch: only the fence, or the count that was owed, proves anything
+    declined = "declined"
+    unsent = "unsent"
+    drained = "drained"
+    fenced = "fenced"
+    finished = "finished"  # every row of the attempt was counted
 
 
-CLEAN = frozenset({LegState.declined, LegState.unsent})
+CLEAN = frozenset({LegState.declined, LegState.unsent, LegState.drained, LegState.fenced, LegState.finished})
 
 
 # Events
@@ -48,14 +56,28 @@ class Declined:
 
 @dataclass(frozen=True, slots=True)
 class AllPosted:
-    """The peer has posted its last write."""
+    """The peer has posted its last write: that makes so many rows."""
 
     rows: int
 
 
 @dataclass(frozen=True, slots=True)
-class PeerFailed:
-    """The peer gave up, or its epoch ended."""
+class Drained:
+    """The peer has stopped early, after so many rows."""
+
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class PeerGaveUp:
+    """The peer failed the request; how much it has posted it will say by Drained."""
+
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    """The peer's epoch has ended."""
 
     failure: Failure
 
@@ -72,6 +94,16 @@ class AttemptFailed:
     failure: Failure
 
 
+@dataclass(frozen=True, slots=True)
+class CountEqual:
+    """The leg's slot has counted exactly the rows that the peer says it has posted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fenced:
+    """The endpoint that the peer wrote to is closed, and all that came through it has been counted."""
+
+
 # Effects
 @dataclass(frozen=True, slots=True)
 class SendDispatch:
@@ -84,8 +116,8 @@ class SendFinished:
 
 
 @dataclass(frozen=True, slots=True)
-class SendFailed:
-    """Tell the peer that the attempt is over."""
+class SendEnd:
+    """Tell the peer that the attempt is over: it must stop."""
 
     failure: Failure
 
@@ -98,18 +130,32 @@ class CheckCount:
 
 
 @dataclass(frozen=True, slots=True)
+class AwaitCount:
+    """Compare the rows the peer posted with those counted for this leg: when they are equal, CountEqual follows."""
+
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
 class FailAttempt:
     """This leg failed, so the attempt does."""
 
     failure: Failure
 
 
-def _fail_attempt(leg: Leg, event: Declined | PeerFailed) -> FailAttempt:
+_DRAINED_UNASKED = "the prefiller stopped before everything was posted"
+
+
+def _fail_attempt(leg: Leg, event: Declined | PeerGaveUp | PeerLost) -> FailAttempt:
     return FailAttempt(event.failure)
 
 
-def _send_failed(leg: Leg, event: AttemptFailed) -> SendFailed:
-    return SendFailed(event.failure)
+def _fail_unasked(leg: Leg, event: Drained) -> FailAttempt:
+    return FailAttempt(Failure(Reason.engine, _DRAINED_UNASKED, event.rows))
+
+
+def _send_end(leg: Leg, event: AttemptFailed) -> SendEnd:
+    return SendEnd(event.failure)
 
 
 def _send_finished(leg: Leg, event: object) -> SendFinished:
@@ -121,48 +167,88 @@ def _send_dispatch(leg: Leg, event: object) -> SendDispatch:
 
 
 def _check_count(leg: Leg, event: AllPosted) -> CheckCount:
+    leg.rows_posted = event.rows
     return CheckCount(event.rows)
 
 
+def _await_told(leg: Leg, event: AllPosted | Drained) -> AwaitCount:
+    leg.rows_posted = event.rows
+    return AwaitCount(event.rows)
+
+
+def _await_sent(leg: Leg, event: object) -> AwaitCount:
+    return AwaitCount(leg.rows_posted)
+
+
+_S = LegState
+
+
 class Leg(Machine):
-    """One leg. `state in CLEAN` after the end means that none of its writes can land."""
+    """One leg. `state in CLEAN` means that none of its writes can land.
+
+    Attributes:
+        rows_posted: What the peer has said it posted in all; 0 until it has.
+    """
 
     table: ClassVar = {
-        (LegState.waiting, PeerLive): go(LegState.dispatched, _send_dispatch),
-        (LegState.waiting, PeerFailed): go(LegState.unsent, _fail_attempt),
-        (LegState.waiting, AttemptFailed): go(LegState.unsent),
-        (LegState.waiting, AttemptReady): go(LegState.owing),
-        (LegState.owing, PeerLive): go(LegState.finished, _send_dispatch, _send_finished),
-        (LegState.owing, PeerFailed): go(LegState.unsent),
-        (LegState.dispatched, Accepted): go(LegState.accepted),
-        (LegState.dispatched, Declined): go(LegState.declined, _fail_attempt),
-        (LegState.dispatched, PeerFailed): go(LegState.failed, _fail_attempt),
-        (LegState.dispatched, AttemptFailed): go(LegState.failed, _send_failed),
-        (LegState.dispatched, AttemptReady): go(LegState.finished, _send_finished),
-        (LegState.accepted, AllPosted): go(LegState.sent, _check_count),
-        (LegState.accepted, PeerFailed): go(LegState.failed, _fail_attempt),
-        (LegState.accepted, AttemptFailed): go(LegState.failed, _send_failed),
-        (LegState.accepted, AttemptReady): go(LegState.finished, _send_finished),
-        (LegState.sent, PeerFailed): go(LegState.failed, _fail_attempt),
-        (LegState.sent, AttemptFailed): go(LegState.failed, _send_failed),
-        (LegState.sent, AttemptReady): go(LegState.finished, _send_finished),
-        # The answers of a peer to a leg that is over say nothing new, but for one: a leg that was declined was clean.
-        (LegState.failed, Accepted): go(LegState.failed),
-        (LegState.failed, Declined): go(LegState.declined),
-        (LegState.failed, AllPosted): go(LegState.failed),
-        (LegState.failed, PeerFailed): go(LegState.failed),
-        (LegState.failed, AttemptFailed): go(LegState.failed),
-        (LegState.declined, AttemptFailed): go(LegState.declined),
-        (LegState.unsent, AttemptFailed): go(LegState.unsent),
-        # With several legs, one may be over before the others.
-        (LegState.declined, PeerFailed): go(LegState.declined),
-        (LegState.unsent, PeerFailed): go(LegState.unsent),
-        (LegState.unsent, PeerLive): go(LegState.unsent),
-        (LegState.finished, Accepted): go(LegState.finished),
-        (LegState.finished, AllPosted): go(LegState.finished),
-        (LegState.finished, PeerFailed): go(LegState.finished),
+        (_S.waiting, PeerLive): go(_S.dispatched, _send_dispatch),
+        (_S.waiting, PeerLost): go(_S.unsent, _fail_attempt),
+        (_S.waiting, AttemptFailed): go(_S.unsent),
+        (_S.waiting, AttemptReady): go(_S.owing),
+        (_S.owing, PeerLive): go(_S.finished, _send_dispatch, _send_finished),
+        (_S.owing, PeerLost): go(_S.unsent),
+        (_S.dispatched, Accepted): go(_S.accepted),
+        (_S.dispatched, Declined): go(_S.declined, _fail_attempt),
+        (_S.dispatched, PeerLost): go(_S.lost, _fail_attempt),
+        (_S.dispatched, AttemptFailed): go(_S.draining, _send_end),
+        (_S.dispatched, AttemptReady): go(_S.finished, _send_finished),
+        (_S.accepted, AllPosted): go(_S.sent, _check_count),
+        (_S.accepted, Drained): go(_S.counting, _fail_unasked, _await_told),
+        (_S.accepted, PeerGaveUp): go(_S.draining, _fail_attempt),
+        (_S.accepted, PeerLost): go(_S.lost, _fail_attempt),
+        (_S.accepted, AttemptFailed): go(_S.draining, _send_end),
+        (_S.accepted, AttemptReady): go(_S.finished, _send_finished),
+        (_S.sent, PeerLost): go(_S.lost, _fail_attempt),
+        (_S.sent, AttemptFailed): go(_S.counting, _send_end, _await_sent),
+        (_S.sent, AttemptReady): go(_S.finished, _send_finished),
+        # The attempt is over, and what it wrote may still be under way.
+        (_S.draining, Accepted): go(_S.draining),
+        (_S.draining, Declined): go(_S.declined),
+        (_S.draining, AllPosted): go(_S.counting, _await_told),
+        (_S.draining, Drained): go(_S.counting, _await_told),
+        (_S.draining, PeerGaveUp): go(_S.draining),
+        (_S.draining, PeerLost): go(_S.lost),
+        (_S.draining, AttemptFailed): go(_S.draining),
+        (_S.counting, CountEqual): go(_S.drained),
+        (_S.counting, PeerLost): go(_S.lost),
+        (_S.counting, AttemptFailed): go(_S.counting),
+        (_S.lost, CountEqual): go(_S.drained),
+        (_S.lost, Fenced): go(_S.fenced),
+        (_S.lost, AttemptFailed): go(_S.lost),
+        # What is clean stays clean. With several legs, one may be over before the others.
+        (_S.declined, AttemptFailed): go(_S.declined),
+        (_S.declined, PeerLost): go(_S.declined),
+        (_S.declined, Fenced): go(_S.declined),
+        (_S.unsent, AttemptFailed): go(_S.unsent),
+        (_S.unsent, PeerLive): go(_S.unsent),
+        (_S.unsent, PeerLost): go(_S.unsent),
+        (_S.unsent, Fenced): go(_S.unsent),
+        (_S.drained, AttemptFailed): go(_S.drained),
+        (_S.drained, CountEqual): go(_S.drained),
+        (_S.drained, PeerLost): go(_S.drained),
+        (_S.drained, Fenced): go(_S.drained),
+        (_S.fenced, AttemptFailed): go(_S.fenced),
+        (_S.fenced, CountEqual): go(_S.fenced),
+        (_S.finished, Accepted): go(_S.finished),
+        (_S.finished, Declined): go(_S.finished),
+        (_S.finished, AllPosted): go(_S.finished),
+        (_S.finished, Drained): go(_S.finished),
+        (_S.finished, PeerGaveUp): go(_S.finished),
+        (_S.finished, PeerLost): go(_S.finished),
+        (_S.finished, Fenced): go(_S.finished),
     }
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.state: LegState = LegState.waiting
+        self.rows_posted = 0

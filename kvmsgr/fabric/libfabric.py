@@ -23,6 +23,7 @@ from .leftovers import lock, state_folder, sweep
 
 NativePoller = native.Poller
 providers = native.providers
+StateFile = native.StateFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +162,7 @@ def _open_poller(provider: str, state: native.StateFile, settings: FabricSetting
 
 def _open_state(path: str, incarnation: str) -> native.StateFile:
     try:
-        return native.StateFile(path, incarnation=int(incarnation[:15], 16))
+        return native.StateFile(path, incarnation=incarnation)
     except OSError as error:
         raise ConfigError(
             f"the state file {path} cannot be made: {error}; set state_dir to a writable folder"
@@ -180,7 +181,7 @@ class StateView:
     """The state file of a messenger of this host, read only. It need not be running."""
 
     def __init__(self, path: str) -> None:
-        self._state = native.StateFile(path, incarnation=0, writable=False)
+        self._state = native.StateFile(path, writable=False)
 
     def landed_rows(self, request_id: str) -> int | None:
         """Rows landed for the youngest attempt at a request, None when there is none."""

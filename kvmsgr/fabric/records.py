@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 
 from kvmsgr._ext.native import (
     DEADLINE,
     FAILED_CLOSE,
     FAILED_COMPLETION,
     FAILED_CONNECT,
+    FAILED_LEASE,
     FAILED_OPEN,
     FAILED_POST,
     FAILED_REGISTER,
+    FAILED_STUCK,
     FAILED_TIMEOUT,
     FEWER,
     LINK_CLOSED,
@@ -20,6 +23,7 @@ from kvmsgr._ext.native import (
     OVERFLOW,
     REACHED,
     SENT,
+    SLOT_REACHED,
     STEP_ENDED,
     STEP_FAULT,
     STOPPED,
@@ -33,14 +37,20 @@ __all__ = [
     "OVERFLOW",
     "REACHED",
     "SENT",
+    "SLOT_REACHED",
     "STEP_ENDED",
     "STEP_FAULT",
     "STOPPED",
     "STRAY",
+    "LinkFailure",
     "link_failure",
     "step_fault",
 ]
 
+_SILENCES = {
+    FAILED_LEASE: "no heartbeat has landed for the time of a lease",
+    FAILED_STUCK: "it stopped or died holding a lock in memory that both sides share",
+}
 _LINK_CALLS = {
     FAILED_OPEN: "opening an endpoint",
     FAILED_REGISTER: "registering memory",
@@ -52,9 +62,26 @@ _LINK_CALLS = {
 }
 
 
-def link_failure(errno: int, call: int) -> str:
-    """Say in words what failed on a link."""
-    return f"{_LINK_CALLS[call]} failed: {os.strerror(errno)} (errno {errno})"
+@dataclass(frozen=True, slots=True)
+class LinkFailure:
+    """What failed on a link.
+
+    Args:
+        errno: libfabric's code.
+        silent: The peer does not run any more, or not as far as it could be heard.
+        text: The same in words.
+    """
+
+    errno: int
+    silent: bool
+    text: str
+
+
+def link_failure(errno: int, call: int) -> LinkFailure:
+    """Read a LINK_FAILED record."""
+    if call in _SILENCES:
+        return LinkFailure(errno, True, _SILENCES[call])
+    return LinkFailure(errno, False, f"{_LINK_CALLS[call]} failed: {os.strerror(errno)} (errno {errno})")
 
 
 def step_fault(ticket: int, extra: int, num_bumps: int) -> str:

@@ -122,6 +122,11 @@ class PageCursor:
         """Whether every page was given out."""
         return self._next == len(self._dst.pages)
 
+    @property
+    def num_sources(self) -> int:
+        """Source pages that were named so far."""
+        return int((self._src.pages >= 0).sum())
+
     def mark(self) -> Mark:
         """Where the cursor stands, for `restore`."""
         return self._next, self._src.pages.copy(), self._src.first.copy()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvmsgr.core.failure import Failure
-from kvmsgr_protocol import Busy, Dispatch, Failed, Reason, Refuse
+from kvmsgr_protocol import Busy, Cancel, Dispatch, Failed, Reason, Refuse
 
 
 def declined(dispatch: Dispatch, failure: Failure) -> Busy | Refuse:
@@ -19,7 +19,7 @@ def declined(dispatch: Dispatch, failure: Failure) -> Busy | Refuse:
 
 
 def failed(request_id: str, attempt: int, failure: Failure) -> Failed:
-    """The end of a leg, from either side."""
+    """A leg has failed, on either side."""
     return Failed(
         request_id=request_id,
         attempt=attempt,
@@ -28,3 +28,10 @@ def failed(request_id: str, attempt: int, failure: Failure) -> Failed:
         rows=failure.rows,
         expected_rows=failure.rows_expected,
     )
+
+
+def ended(request_id: str, attempt: int, failure: Failure) -> Cancel | Failed:
+    """The decoder's end of a leg that is not ready: the prefiller must stop, and say after how many rows."""
+    if failure.reason is Reason.cancelled:
+        return Cancel(request_id=request_id, attempt=attempt, code=failure.reason, reason=failure.detail)
+    return failed(request_id, attempt, failure)

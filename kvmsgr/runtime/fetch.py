@@ -16,7 +16,7 @@ from kvmsgr.core import leg as legs
 from kvmsgr.core.failure import Failure
 from kvmsgr.core.leg import CLEAN, Leg
 from kvmsgr.core.peer import PeerState
-from kvmsgr.errors import LocalProtocolError, TransferError, transfer_error
+from kvmsgr.errors import LocalProtocolError, PagesQuarantined, TransferError, transfer_error
 from kvmsgr_protocol import (
     Accept,
     Busy,
@@ -32,7 +32,7 @@ from kvmsgr_protocol import (
     Unknown,
 )
 
-from .answers import failed
+from .answers import ended
 
 if TYPE_CHECKING:
     from .node import Node
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("kvmsgr")
 RECORD_S = 0.05
+FENCE_S = 1.0  # that a fence takes, at most, once the lease is over
 
 
 class Arrival:
@@ -71,6 +72,7 @@ class Fetch:
         self,
         node: Node,
         slots: Mapping[PeerDriver, tuple[int, int]],
+        numbers: Mapping[PeerDriver, int],
         dispatch: Dispatch,
     ) -> None:
         self.request_id = dispatch.request_id
@@ -81,6 +83,9 @@ class Fetch:
         self._dispatch = dispatch  # of one leg; the others differ in their slot
         self._machine = core.Fetch(self.request_id, dispatch.expected_rows)
         self._slots = slots
+        self._numbers = numbers  # of its legs in the ledger
+        self._num_pages = sum(span.num_pages for span in self.spans)
+        self._failure: Failure | None = None
         self._legs = {peer: Leg(f"{self.request_id} at {peer.name}") for peer in slots}
         self._arrival: asyncio.Future[Arrival] = node.loop.create_future()
         self._released: asyncio.Future[None] = node.loop.create_future()
@@ -94,12 +99,46 @@ class Fetch:
     def __await__(self) -> Generator[object, None, Arrival]:
         return asyncio.shield(self._arrival).__await__()
 
-    async def released(self) -> None:
-        """Wait until no write can land in the destination pages any more. Never raises for a failed transfer.
+    def cancel(self, why: str = "the engine no longer wants it") -> None:
+        """Stop it: awaiting it raises `RequestCancelledError`, and its peers are told to stop. Idempotent, and without
+        effect once the request is decided. The pages stay in quarantine until `released()`."""
+        self._feed(core.Cancelled(self.rows_landed, why))
 
-        After a failure this may be long: until all rows have landed after all, or the messenger closes.
+    async def released(self) -> None:
+        """Wait until it is proven that no write can land in the destination pages any more. Never raises for a failed
+        transfer.
+
+        The proof: every row was counted; or each peer has said how many rows it posted and as many were counted; or the
+        endpoint it wrote to is closed. A silent peer is lost after `Config.lease_s`, and its endpoint closed then.
         """
         await asyncio.shield(self._released)
+
+    @property
+    def quarantine(self) -> str | None:
+        """Why the pages of a request that is over are still held; None when they are not."""
+        if self._machine.state is not core.FetchState.quarantined:
+            return None
+        return "; ".join(self._why_held(peer, leg) for peer, leg in self._legs.items() if leg.state not in CLEAN)
+
+    async def __aenter__(self) -> Fetch:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Cancel it if it is under way, and wait for its pages, as long as a silent peer's lease can take.
+
+        Raises:
+            PagesQuarantined: No proof has come; the messenger holds the pages on, and `released()` says when they are
+                free. A cancelled task is not kept from ending: then this is only logged.
+        """
+        self.cancel("its block was left")
+        config = self._node.config
+        await asyncio.wait([self._released], timeout=config.lease_s + FENCE_S)
+        if self._released.done():
+            return
+        quarantined = PagesQuarantined(self.request_id, self.quarantine or "")
+        log.warning("pages quarantined", request_id=self.request_id, detail=str(quarantined))
+        if kind is not asyncio.CancelledError:
+            raise quarantined
 
     @property
     def rows_landed(self) -> int:
@@ -116,6 +155,10 @@ class Fetch:
 
     def has_leg(self, peer: PeerDriver) -> bool:
         return peer in self._legs
+
+    def may_land_from(self, peer: PeerDriver) -> bool:
+        """Whether writes of the peer may still land in these pages."""
+        return peer in self._legs and self._legs[peer].state not in CLEAN
 
     @property
     def done(self) -> bool:
@@ -141,8 +184,15 @@ class Fetch:
         self._feed_leg(peer, legs.PeerLive())
 
     def peer_lost(self, peer: PeerDriver, failure: Failure) -> None:
-        expected = self._machine.rows_expected
-        self._feed_leg(peer, legs.PeerFailed(Failure(failure.reason, failure.detail, self.rows_landed, expected)))
+        self._feed_leg(peer, legs.PeerLost(self._counted(failure)))
+
+    def peer_fenced(self, peer: PeerDriver) -> None:
+        """The endpoint that the peer wrote to is closed, and its completion queue read to the end."""
+        self._feed_leg(peer, legs.Fenced())
+
+    def slot_reached(self, peer: PeerDriver) -> None:
+        """As many rows as the peer has posted in all were counted."""
+        self._feed_leg(peer, legs.CountEqual())
 
     def rows_counted(self, rows: int) -> None:
         self._feed(core.RowsCounted(rows))
@@ -164,21 +214,29 @@ class Fetch:
                 self._feed_leg(peer, legs.Declined(Failure(code, f"{peer.name} refused: {detail}")))
             case Sent(rows_posted=rows):
                 self._feed_leg(peer, legs.AllPosted(rows))
-            case Failed(code=code, reason=detail):
-                self._peer_failed(peer, Failure(code, f"{peer.name} failed: {detail}"))
-            case Restarted():
-                self._peer_failed(peer, Failure(Reason.engine, f"{peer.name} restarted the request"))
-            case Unknown():
-                self._peer_failed(peer, Failure(Reason.unknown_request, f"{peer.name} does not know the request"))
             case Drained(rows_posted=rows):
-                log.info("peer drained", request_id=self.request_id, peer=peer.name, rows_posted=rows)
+                self._feed_leg(peer, legs.Drained(rows))
+            case Failed(code=code, reason=detail):
+                failure = Failure(code, f"{peer.name} failed: {detail}")
+                self._feed_leg(peer, legs.PeerGaveUp(self._counted(failure)))
+            case Restarted():
+                failure = Failure(Reason.engine, f"{peer.name} restarted the request")
+                self._feed_leg(peer, legs.PeerGaveUp(self._counted(failure)))
+            case Unknown():
+                self._unknown(peer)
             case _:
                 kind = type(message).__name__
                 raise LocalProtocolError(f"{kind} is no answer to a Dispatch (request {self.request_id!r})")
 
-    def _peer_failed(self, peer: PeerDriver, failure: Failure) -> None:
-        counted = Failure(failure.reason, failure.detail, self.rows_landed, self._machine.rows_expected)
-        self._feed_leg(peer, legs.PeerFailed(counted))
+    def _unknown(self, peer: PeerDriver) -> None:
+        """Never a proof. A peer may have ended the leg, and told us, before our Cancel reached it; else it has lost
+        track of what it writes, and only the fence helps."""
+        if self._legs[peer].state not in (*CLEAN, legs.LegState.counting):
+            detail = f"{peer.name} does not know request {self.request_id!r}, which was dispatched to it"
+            peer.lose(Failure(Reason.unknown_request, detail))
+
+    def _counted(self, failure: Failure) -> Failure:
+        return Failure(failure.reason, failure.detail, self.rows_landed, self._machine.rows_expected)
 
     def _expire(self) -> None:
         if self._all_landed:  # and the record that says so is on its way
@@ -208,15 +266,51 @@ class Fetch:
                 case legs.SendFinished():
                     rows = self._machine.rows_expected
                     peer.send(Finished(request_id=self.request_id, attempt=self.attempt, rows=rows))
-                case legs.SendFailed(failure):
-                    peer.send(failed(self.request_id, self.attempt, failure))
+                case legs.SendEnd(failure):
+                    peer.send(ended(self.request_id, self.attempt, failure))
                 case legs.CheckCount(rows):
                     self._rows_posted += rows
                     if all(leg.state is legs.LegState.sent for leg in self._legs.values()):
                         self._check_stall(None)
+                case legs.AwaitCount(rows):
+                    self._await_count(peer, rows)
                 case legs.FailAttempt(failure):
                     self._feed(core.LegFailed(failure))
+        self._show(peer)
         self._release_if_clean()
+
+    def _show(self, peer: PeerDriver) -> None:
+        if self._released.done():
+            return
+        leg, over = self._legs[peer], self._machine.state is core.FetchState.quarantined
+        held = over and leg.state not in CLEAN
+        self._node.ledger.update(
+            self._numbers[peer],
+            str(leg.state),
+            self._num_pages,
+            str(self._failure.reason) if self._failure else "",
+            self._why_held(peer, leg) if held else "",
+            quarantined=held,
+        )
+
+    def _await_count(self, peer: PeerDriver, rows: int) -> None:
+        """What the peer says it has posted is believed when as many rows were counted, and not before: until then
+        writes of it may be anywhere between its memory and ours."""
+        landed = self._node.fabric.state.await_slot(*self._slots[peer], rows)
+        if landed == rows:
+            self._feed_leg(peer, legs.CountEqual())
+        elif landed > rows:
+            detail = f"{landed} rows landed for request {self.request_id!r}, of which {peer.name} says it posted {rows}"
+            peer.lose(Failure(Reason.overflow, detail, landed, rows))
+
+    def _why_held(self, peer: PeerDriver, leg: Leg) -> str:
+        slot_rows = self._node.fabric.state.slot_rows(*self._slots[peer])
+        match leg.state:
+            case legs.LegState.counting:
+                return f"{slot_rows} of the {leg.rows_posted} rows that {peer.name} posted have landed"
+            case legs.LegState.lost:
+                return f"{peer.name} is lost, and the endpoint it wrote to is not closed"
+        return f"{peer.name} has not said how many rows it posted; {slot_rows} have landed"
 
     def _feed(self, event: object) -> None:
         for effect in self._machine.feed(event):
@@ -241,6 +335,7 @@ class Fetch:
                     self._release_pages()
 
     def _end(self, failure: Failure | None) -> None:
+        self._failure = failure
         self._expiry.cancel()
         if self._stall is not None:
             self._stall.cancel()
@@ -251,11 +346,13 @@ class Fetch:
 
     def _release_if_clean(self) -> None:
         clean = all(leg.state in CLEAN for leg in self._legs.values())
-        if clean and self._machine.state is core.FetchState.failed:
+        if clean and self._machine.state is core.FetchState.quarantined:
             self._feed(core.LegsClean())
 
     def _release_pages(self) -> None:
         self._rows = self.rows_landed
+        for number in self._numbers.values():
+            self._node.ledger.close(number)
         self._node.release_fetch(self)
         if self._machine.state is not core.FetchState.ready:
             self.release_context()
@@ -263,7 +360,7 @@ class Fetch:
             self._released.set_result(None)
 
     def release_by_fence(self) -> None:
-        """The endpoints are closed: whatever the state, nothing can land."""
+        """Every endpoint is closed: whatever the state, nothing can land."""
         if not self._released.done():
             self._release_pages()
 

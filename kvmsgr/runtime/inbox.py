@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from itertools import count
 from typing import TYPE_CHECKING
 
 import structlog
@@ -19,7 +18,9 @@ from kvmsgr_protocol import (
     Hello,
     Message,
     Reason,
+    Resume,
     Rotate,
+    Rotated,
     Unknown,
     expected_rows,
 )
@@ -42,7 +43,6 @@ class Inbox:
         self._node = node
         self._serves: dict[tuple[PeerDriver, str, int], PrefillRequest] = {}
         self._offered: asyncio.Queue[PrefillRequest | None] = asyncio.Queue()
-        self._tags = count(1)
         self._closed = False
 
     async def next_request(self) -> PrefillRequest | None:
@@ -57,9 +57,7 @@ class Inbox:
         if isinstance(message, Dispatch):
             self._dispatched(peer, message)
             return
-        if isinstance(message, Rotate):
-            raise LocalProtocolError("Rotate was never agreed on in Hello")
-        assert not isinstance(message, Hello | Attach | Goodbye)
+        assert not isinstance(message, Hello | Attach | Goodbye | Rotate | Rotated | Resume)
         fetch = self._node.fetch_of(peer, message.request_id, message.attempt)
         if fetch is not None:
             fetch.message_received(peer, message)
@@ -89,11 +87,18 @@ class Inbox:
                 refusal = Failure(Reason.busy, "every context slot is in use")
             else:
                 context_slot = taken
-        if refusal is not None:
+        number = self._node.ledger.take() if refusal is None else None
+        if refusal is None and number is None:
+            refusal = Failure(Reason.busy, "too many requests are alive")
+            if context_slot >= 0:
+                self._node.context_slots.give(context_slot)
+        if refusal is not None or number is None:
+            assert refusal is not None
             log.warning("request declined", request_id=dispatch.request_id, peer=peer.name, detail=refusal.detail)
             peer.send(declined(dispatch, refusal))
             return
-        request = PrefillRequest(self._node, peer, dispatch, cursors, next(self._tags), context_slot)
+        self._node.ledger.open(number, "serve", "offered", peer.name, dispatch, self._node.memory.num_signals)
+        request = PrefillRequest(self._node, peer, dispatch, cursors, number, context_slot)
         self._serves[key] = self.by_tag[request.tag] = request
         log.info("request offered", request_id=request.request_id, peer=peer.name, num_tokens=request.num_tokens)
         self._offered.put_nowait(request)
@@ -130,6 +135,12 @@ class Inbox:
         """The record of a request has served."""
         del self._serves[(request.peer, request.request_id, request.dispatch.attempt)]
         del self.by_tag[request.tag]
+        self._node.ledger.close(request.tag)
+        self._node.settled(request.peer)
+
+    def serves(self, peer: PeerDriver) -> bool:
+        """Whether a request of that peer is alive here."""
+        return any(request.peer is peer for request in self._serves.values())
 
     def peer_lost(self, peer: PeerDriver, failure: Failure) -> None:
         for request in list(self._serves.values()):

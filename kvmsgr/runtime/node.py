@@ -37,6 +37,7 @@ from kvmsgr_protocol import Span as WireSpan
 from .connection import dial
 from .fetch import Fetch
 from .inbox import Inbox
+from .ledger import Ledger
 from .pages import PageGuard, check_cover, hold_all, page_indices, release_all
 from .peer import PeerDriver
 from .serve import PrefillRequest
@@ -80,12 +81,14 @@ class Node:
         self._slots = SlotPool(secrets.randbelow(NUM_SLOTS), secrets.randbelow(NUM_GENERATIONS))
         self._attempts = AttemptNumbers(MAX_ATTEMPTS)
         self._pages = [PageGuard(group.name, group.num_pages) for group in memory.groups]
+        self.ledger = Ledger(fabric.state, self._pages, config.quarantine_limit)
         self.connections: set[Connection] = set()
         self._peers: set[PeerDriver] = set()
         self._dialled: dict[Descriptor, PeerDriver] = {}
         self._links: dict[int, PeerDriver] = {}
         self._dials: set[asyncio.Task[None]] = set()
         self._fetches: dict[int, Fetch] = {}
+        self._by_slot: dict[int, tuple[Fetch, PeerDriver]] = {}
         self._past: dict[int, tuple[PeerDriver, str]] = {}  # who wrote last into a slot that is free now
         self._windows_granted = 0
         self._idle: asyncio.Future[None] | None = None
@@ -150,6 +153,36 @@ class Node:
         self._links[link] = peer
         return link
 
+    def grant_beat(self, link: int) -> tuple[int, int] | None:
+        """A slot for the heartbeats of the peer behind `link`; None when there is none."""
+        taken = self._slots.take()
+        if taken is not None:
+            self.fabric.state.link_beat(*taken, link)
+        return taken
+
+    def return_beat(self, slot: int, generation: int) -> None:
+        self.fabric.state.unlink_slot(slot, generation)
+        self._slots.give(slot)
+
+    def close_link(self, peer: PeerDriver) -> None:
+        """Close the endpoint of a peer that is lost, where that is known to be a fence. Elsewhere closing it under
+        traffic can crash the process: it stays open until nothing can be under way any more. May be called again."""
+        if peer.link is None or peer.link_closing:
+            return
+        if self.fabric.poller.fence_proven or not self._may_move(peer):
+            peer.link_closing = True
+            self.fabric.poller.close_link(peer.link)
+
+    def _may_move(self, peer: PeerDriver) -> bool:
+        """Whether something of the peer may still land here, or something of ours be read for it."""
+        return self.inbox.serves(peer) or any(fetch.may_land_from(peer) for fetch in self._fetches.values())
+
+    def peer_fenced(self, peer: PeerDriver) -> None:
+        """The endpoint of the peer is closed."""
+        for fetch in list(self._fetches.values()):
+            if fetch.has_leg(peer):
+                fetch.peer_fenced(peer)
+
     def peer_lost(self, peer: PeerDriver, failure: Failure) -> None:
         """Every request of the peer fails; the next request to that messenger starts a new epoch."""
         self._dialled = {descriptor: other for descriptor, other in self._dialled.items() if other is not peer}
@@ -191,11 +224,11 @@ class Node:
             time_allowed_s = self.config.time_allowed_s
         dispatch = self._dispatch(request_id, tokens, wire_spans, payload, trace, time_allowed_s, wants_context)
         hold_all(self._pages, wire_spans)
-        attempt, slot = self._attempts.take(), self._slots.take()
+        attempt, slot, leg = self._attempts.take(), self._slots.take(), self.ledger.take()
         context_slot = self.context_slots.take() if wants_context else -1
-        if attempt is None or slot is None or context_slot is None:
+        if attempt is None or slot is None or leg is None or context_slot is None:
             release_all(self._pages, wire_spans)
-            self._give_back(attempt, slot, context_slot)
+            self._give_back(attempt, slot, leg, context_slot)
             what = "context slots" if context_slot is None else "immediate slots"
             raise BusyError(request_id, f"all {what} are held by requests that are alive or not proven ended")
         dispatch = replace(dispatch, attempt=attempt, slot=slot[0], generation=slot[1], context_slot=context_slot)
@@ -203,7 +236,10 @@ class Node:
         state.open_attempt(attempt, dispatch.expected_rows, request_id)
         state.link_slot(*slot, attempt)
         self._past.pop(immediate.counter_index(*slot), None)
-        fetch = self._fetches[attempt] = Fetch(self, {peer: slot}, dispatch)
+        self.ledger.open(leg, "fetch", "waiting", peer.name, dispatch, self.memory.num_signals)
+        self._show_pages(wire_spans)
+        fetch = self._fetches[attempt] = Fetch(self, {peer: slot}, {peer: leg}, dispatch)
+        self._by_slot[immediate.counter_index(*slot)] = fetch, peer
         fetch.start()
         return fetch
 
@@ -242,11 +278,15 @@ class Node:
             raise ConfigError(f"request {request_id!r} cannot be sent: {error}") from error
         return dispatch
 
-    def _give_back(self, attempt: int | None, slot: tuple[int, int] | None, context_slot: int | None) -> None:
+    def _give_back(
+        self, attempt: int | None, slot: tuple[int, int] | None, leg: int | None, context_slot: int | None
+    ) -> None:
         if attempt is not None:
             self._attempts.give(attempt)
         if slot is not None:
             self._slots.give(slot[0])
+        if leg is not None:
+            self.ledger.give(leg)
         if context_slot is not None and context_slot >= 0:
             self.context_slots.give(context_slot)
 
@@ -265,12 +305,26 @@ class Node:
         """Nothing can land for this attempt: its slots and pages are free. Who wrote into a slot last is remembered:
         rows that come all the same are a peer that broke the count."""
         for peer, (slot, generation) in fetch.slots.items():
+            index = immediate.counter_index(slot, generation)
             self.fabric.state.unlink_slot(slot, generation)
-            self._past[immediate.counter_index(slot, generation)] = peer, fetch.request_id
+            self._past[index] = peer, fetch.request_id
+            del self._by_slot[index]
             self._slots.give(slot)
         del self._fetches[fetch.attempt]
         self._attempts.give(fetch.attempt)
         release_all(self._pages, fetch.spans)
+        self._show_pages(fetch.spans)
+        self.settled(*fetch.slots)
+
+    def _show_pages(self, spans: Sequence[WireSpan]) -> None:
+        for group in {span.group for span in spans}:
+            self.ledger.show_pages(group)
+
+    def settled(self, *peers: PeerDriver) -> None:
+        """A request of these peers has left nothing behind: one that is lost may be all done with."""
+        for peer in peers:
+            if peer.failure is not None:
+                self.close_link(peer)
 
     # Prefill
 
@@ -313,6 +367,11 @@ class Node:
             detail = f"rows landed for request {request_id!r} after all of it had landed"
             peer.lose(Failure(Reason.overflow, detail))
 
+    def _slot_reached(self, counter_index: int, rows: int, extra: int) -> None:
+        if counter_index in self._by_slot:
+            fetch, peer = self._by_slot[counter_index]
+            fetch.slot_reached(peer)
+
     def _transfer_ended(self, tag: int, rows: int, extra: int) -> None:
         request = self.inbox.by_tag.get(tag)
         if request is not None:
@@ -346,6 +405,7 @@ class Node:
         records.REACHED: _reached,
         records.OVERFLOW: _overflowed,
         records.STRAY: _strayed,
+        records.SLOT_REACHED: _slot_reached,
         records.SENT: _transfer_ended,
         records.STOPPED: _transfer_ended,
         records.LINK_OPENED: _link_opened,

@@ -15,7 +15,8 @@ class PageGuard:
     """The pages of one cache group. A page has one writer at a time: giving it to a second request is refused."""
 
     def __init__(self, name: str, num_pages: int) -> None:
-        self._name = name
+        self.name = name
+        self.num_pages = num_pages
         self._held = np.zeros(num_pages, dtype=np.bool_)
 
     def hold(self, span: Span) -> None:
@@ -24,16 +25,16 @@ class PageGuard:
             return
         if pages.min() < 0 or pages.max() >= len(self._held):
             raise LayoutError(
-                f"group {self._name!r}: pages {pages.min()}..{pages.max()} were given, there are {len(self._held)}"
+                f"group {self.name!r}: pages {pages.min()}..{pages.max()} were given, there are {len(self._held)}"
             )
         taken = pages[self._held[pages]]
         if len(taken):
             raise LayoutError(
-                f"group {self._name!r}: page {taken[0]} may still be written to by another request; "
+                f"group {self.name!r}: page {taken[0]} may still be written to by another request; "
                 "give other pages, or wait for released() of that request"
             )
         if len(np.unique(pages)) != len(pages):
-            raise LayoutError(f"group {self._name!r}: a page is given twice in one span")
+            raise LayoutError(f"group {self.name!r}: a page is given twice in one span")
         self._held[pages] = True
 
     def release(self, span: Span) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from typing import TYPE_CHECKING
 
 import structlog
@@ -14,6 +15,7 @@ from kvmsgr.layout import Template, build_templates, check_bounds, check_context
 from kvmsgr_protocol import (
     PROTOCOL_VERSIONS,
     Attach,
+    Beat,
     Endpoint,
     Goodbye,
     Hello,
@@ -24,18 +26,24 @@ from kvmsgr_protocol import (
     Region,
     VersionMismatch,
     WireError,
+    immediate,
     negotiate,
 )
 
 from .connection import Connection
 
 if TYPE_CHECKING:
+    from kvmsgr.fabric.records import LinkFailure
+
     from .fetch import Fetch
     from .node import Node
 
 log = structlog.get_logger("kvmsgr")
 SOFTWARE = "kvmsgr"
 GRACE_S = 0.05
+DISCONNECTED = frozenset(
+    {errno.ECONNRESET, errno.ECONNABORTED, errno.ENOTCONN, errno.ECANCELED, errno.EPIPE, errno.ESHUTDOWN}
+)
 MAX_UNREAD_BYTES = 64 << 20
 
 
@@ -53,7 +61,9 @@ class PeerDriver:
         self.machine = core.Peer(name)
         self.failure: Failure | None = None
         self.link: int | None = None
+        self.link_closing = False
         self._has_window = False
+        self._beat: tuple[int, int] | None = None  # (slot, generation) of its heartbeats
         self.remote: RankAttach | None = None
         self.templates: list[list[tuple[int, Template]]] = []
         self.context_templates: list[int] = []
@@ -113,12 +123,20 @@ class PeerDriver:
     def link_opened(self) -> None:
         self.feed(core.LinksOpened())
 
-    def link_failed(self, what: str) -> None:
-        detail = f"the link to {self.name} over {self.node.fabric.choice.provider}: {what}"
-        self.lose(Failure(Reason.fabric, detail))
+    def link_failed(self, failed: LinkFailure) -> None:
+        """Nothing more is posted on the link. Where the peer only went away, its last message may still tell why."""
+        detail = f"the link to {self.name} over {self.node.fabric.choice.provider}: {failed.text}"
+        if failed.silent:
+            self.lose(Failure(Reason.peer_lost, detail))
+        elif failed.errno in DISCONNECTED:
+            self.node.loop.call_later(GRACE_S, self.lose, Failure(Reason.peer_lost, detail))
+        else:
+            self.lose(Failure(Reason.fabric, detail))
 
     def link_closed(self) -> None:
+        """The fence: nothing of the peer can land any more, and nothing of ours is read for it."""
         self.link = None
+        self.node.peer_fenced(self)
         self.feed(core.LinksClosed())
 
     def lose(self, failure: Failure) -> None:
@@ -169,11 +187,12 @@ class PeerDriver:
                 if self._connection is not None:
                     self._connection.close()
             case core.CloseLinks():
-                if self.link is not None:
-                    self.node.fabric.poller.close_link(self.link)
+                self.node.close_link(self)
             case core.Forget():
                 if self._has_window:
                     self.node.return_window()
+                if self._beat is not None:
+                    self.node.return_beat(*self._beat)
                 self.node.forget_peer(self)
 
     def _timed_out(self, late: bool = False) -> None:
@@ -211,27 +230,47 @@ class PeerDriver:
 
     def _send_attach(self) -> None:
         assert self.link is not None
-        node, poller = self.node, self.node.fabric.poller
+        node = self.node
+        self._beat = node.grant_beat(self.link)
+        if self._beat is None:
+            self.node.loop.call_soon(self.lose, Failure(Reason.busy, "no immediate slot is free for its heartbeats"))
+            return
+        rank = RankAttach(
+            rank=0,
+            replica=0,
+            groups=list(node.memory.groups),
+            regions=self._regions(),
+            endpoints=[self._endpoint()],
+            context=list(node.memory.context),
+        )
         self.send(
             Attach(
-                ranks=[
-                    RankAttach(
-                        rank=0,
-                        replica=0,
-                        groups=list(node.memory.groups),
-                        regions=[Region(*region) for region in poller.link_regions(self.link)],
-                        endpoints=[
-                            Endpoint(node.fabric.choice.provider, poller.link_address(self.link), node.config.window)
-                        ],
-                        context=list(node.memory.context),
-                    )
-                ],
+                ranks=[rank],
                 num_signals=node.memory.num_signals,
+                heartbeat_s=node.config.heartbeat_s,
+                lease_s=node.config.lease_s,
             )
+        )
+
+    def _regions(self) -> list[Region]:
+        assert self.link is not None
+        return [Region(*region) for region in self.node.fabric.poller.link_regions(self.link)]
+
+    def _endpoint(self) -> Endpoint:
+        """Where the peer writes to."""
+        assert self.link is not None
+        assert self._beat is not None
+        node, poller = self.node, self.node.fabric.poller
+        return Endpoint(
+            provider=node.fabric.choice.provider,
+            address=poller.link_address(self.link),
+            window=node.config.window,
+            beat=Beat(Region(*poller.link_cell(self.link)), *self._beat),
         )
 
     def _attach(self, attach: Attach) -> None:
         try:
+            self._check_lease(attach)
             self.remote = _fitting_rank(attach, self.node.fabric.choice.provider)
             self._plan(self.remote)
         except MismatchError as error:
@@ -241,6 +280,14 @@ class PeerDriver:
             self.lose(Failure(Reason.protocol, f"{self.name} describes memory that it does not have: {error}"))
             return
         self.feed(core.Attached())
+
+    def _check_lease(self, attach: Attach) -> None:
+        config = self.node.config
+        if attach.heartbeat_s * 2 > config.lease_s or config.heartbeat_s * 2 > attach.lease_s:
+            ours = f"heartbeat_s {config.heartbeat_s:g}, lease_s {config.lease_s:g}"
+            theirs = f"heartbeat_s {attach.heartbeat_s:g}, lease_s {attach.lease_s:g}"
+            advice = "the lease of each side must outlast two heartbeats of the other"
+            raise MismatchError("lease", ours, theirs, advice)
 
     def _plan(self, remote: RankAttach) -> None:
         """Everything that does not fit is found here, before any page is given to a request."""
@@ -260,7 +307,7 @@ class PeerDriver:
         regions = [(region.base, region.num_bytes, region.key) for region in self.remote.regions]
         window = min(endpoint.window, self.node.config.window)
         try:
-            poller.connect_link(self.link, endpoint.address, regions, window)
+            poller.connect_link(self.link, endpoint.address, regions, window, _beat_target(endpoint.beat))
         except (ValueError, OverflowError) as error:
             self.lose(Failure(Reason.protocol, f"{self.name} cannot be connected to: {error}"))
             return
@@ -278,6 +325,11 @@ class PeerDriver:
             plan.row_bytes,
             plan.item_bytes,
         )
+
+
+def _beat_target(beat: Beat) -> tuple[int, int, int]:
+    """Address, key and immediate of a heartbeat."""
+    return beat.cell.base, beat.cell.key, immediate.base(beat.slot, beat.generation)
 
 
 def _fitting_rank(attach: Attach, provider: str) -> RankAttach:

@@ -145,8 +145,16 @@ class PrefillRequest:
         """Give the request up, at any time. What is posted already may still be read; see `released`."""
         self.failed(Reason.engine, _text(reason))
 
+    async def cancelled(self) -> Reason | None:
+        """Wait until there is no use in computing it any more: its decoder cancelled or failed it, or is lost, or this
+        side failed it. Returns why; None when the request came to a good end instead."""
+        return (await self.outcome()).reason
+
     async def released(self) -> int:
-        """Wait until nothing reads the source pages any more; returns the rows posted."""
+        """Wait until nothing reads the source pages any more; returns the rows posted.
+
+        That is when every posted write is locally complete, or the endpoint it was posted on is closed.
+        """
         return await asyncio.shield(self._released)
 
     async def outcome(self) -> Outcome:
@@ -200,6 +208,21 @@ class PrefillRequest:
     def _feed(self, event: object) -> None:
         for effect in self._machine.feed(event):
             self._carry_out(effect)
+        self.show()
+
+    def show(self) -> None:
+        """Show in the state file where the request stands."""
+        if self._machine.state is core.ServeState.ended:
+            return
+        held = 0 if self._released.done() else sum(cursor.num_sources for cursor in self.cursors)
+        failure = self._failure
+        self.node.ledger.update(
+            self.tag,
+            str(self._machine.state),
+            held,
+            str(failure.reason) if failure else "",
+            failure.detail if failure else "",
+        )
 
     def _carry_out(self, effect: object) -> None:
         leg = self.request_id, self.dispatch.attempt

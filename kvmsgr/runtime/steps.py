@@ -139,6 +139,7 @@ class Step:
         for chunk in self.chunks:
             chunk.request.num_open_steps -= 1
             chunk.request.release_context_slot()
+            chunk.request.show()
 
 
 class _Mark:

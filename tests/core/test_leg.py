@@ -12,15 +12,20 @@ from kvmsgr.core.leg import (
     AllPosted,
     AttemptFailed,
     AttemptReady,
+    AwaitCount,
     CheckCount,
+    CountEqual,
     Declined,
+    Drained,
     FailAttempt,
+    Fenced,
     Leg,
     LegState,
-    PeerFailed,
+    PeerGaveUp,
     PeerLive,
+    PeerLost,
     SendDispatch,
-    SendFailed,
+    SendEnd,
     SendFinished,
 )
 from kvmsgr_protocol import Reason
@@ -72,21 +77,53 @@ def test_a_decline_that_arrives_after_the_failure_still_proves_the_leg_clean() -
 
 
 def test_a_peer_that_was_never_reached_leaves_a_clean_leg() -> None:
-    leg, effects = fed(PeerFailed(FAILURE))
+    leg, effects = fed(PeerLost(FAILURE))
     assert effects == [FailAttempt(FAILURE)]
     assert leg.state in CLEAN
 
 
 def test_a_failure_elsewhere_is_told_to_a_peer_that_works_on_it() -> None:
     for taken in ([], [Accepted()], [Accepted(), AllPosted(10)]):
-        _, effects = fed(PeerLive(), *taken, AttemptFailed(FAILURE))
-        assert effects == [SendFailed(FAILURE)]
+        leg, effects = fed(PeerLive(), *taken, AttemptFailed(FAILURE))
+        assert effects[0] == SendEnd(FAILURE)
+        assert leg.state not in CLEAN
 
 
 def test_a_peer_that_failed_is_not_told_so_again() -> None:
-    leg, effects = fed(PeerLive(), Accepted(), PeerFailed(FAILURE))
-    assert effects == [FailAttempt(FAILURE)]
-    assert leg.feed(AttemptFailed(FAILURE)) == []
+    for gone in (PeerGaveUp(FAILURE), PeerLost(FAILURE)):
+        leg, effects = fed(PeerLive(), Accepted(), gone)
+        assert effects == [FailAttempt(FAILURE)]
+        assert leg.feed(AttemptFailed(FAILURE)) == []
+        assert leg.state not in CLEAN
+
+
+def test_drained_alone_proves_nothing() -> None:
+    leg, effects = fed(PeerLive(), Accepted(), AttemptFailed(FAILURE), Drained(5))
+    assert effects == [AwaitCount(5)]
+    assert leg.state is LegState.counting
+    leg.feed(CountEqual())
+    assert leg.state is LegState.drained
+
+
+def test_what_the_peer_said_it_sent_is_what_must_be_counted() -> None:
+    leg, effects = fed(PeerLive(), Accepted(), AllPosted(10), AttemptFailed(FAILURE))
+    assert effects == [SendEnd(FAILURE), AwaitCount(10)]
+    leg.feed(CountEqual())
+    assert leg.state in CLEAN
+
+
+def test_a_peer_that_stops_unasked_fails_the_attempt() -> None:
+    leg, effects = fed(PeerLive(), Accepted(), Drained(5))
+    assert [type(effect) for effect in effects] == [FailAttempt, AwaitCount]
+    assert leg.state is LegState.counting
+
+
+def test_a_lost_peer_leaves_a_clean_leg_only_behind_the_fence_or_with_the_count_it_owed() -> None:
+    for proof in (Fenced(), CountEqual()):
+        leg, _ = fed(PeerLive(), Accepted(), AttemptFailed(FAILURE), Drained(5), PeerLost(FAILURE))
+        assert leg.state not in CLEAN
+        leg.feed(proof)
+        assert leg.state in CLEAN
 
 
 @given(st.lists(st.sampled_from([kind for kind in EXAMPLES if kind.__module__ == Leg.__module__]), max_size=12))
@@ -96,7 +133,7 @@ def test_in_any_order_dispatch_is_sent_once_and_before_anything_else(events: lis
     for event in events:
         if event in events_of(Leg, leg.state):
             seen += leg.feed(EXAMPLES[event])
-    sends = [effect for effect in seen if isinstance(effect, SendDispatch | SendFinished | SendFailed)]
+    sends = [effect for effect in seen if isinstance(effect, SendDispatch | SendFinished | SendEnd)]
     assert sends.count(SendDispatch()) <= 1
     assert len(sends) <= 2
     if sends:

@@ -4,6 +4,9 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 cdef extern from "<stdbool.h>":
     ctypedef bint c_bool "bool"
 
+cdef extern from "<string.h>" nogil:
+    size_t strnlen(const char *text, size_t most)
+
 cdef extern from "census.h" nogil:
     enum: KV_NUM_OBJECTS
     enum kv_object:
@@ -38,24 +41,42 @@ cdef extern from "layer_counter.h" nogil:
     uint64_t kv_counter_read(kv_layer_counter *c, uint64_t ticket)
 
 cdef extern from "state.h" nogil:
-    enum: KV_GENERATION_BITS, KV_SLOT_BITS, KV_NUM_ATTEMPTS, KV_LABEL_BYTES
+    enum: KV_GENERATION_BITS, KV_SLOT_BITS, KV_NUM_ATTEMPTS, KV_NUM_LEGS, KV_LABEL_BYTES, KV_MAX_GROUPS
+    struct kv_state_info:
+        char name[64]
+        char address[128]
+        char provider[32]
+        char software[32]
+    struct kv_pages_view:
+        char name[24]
+        uint64_t held, total
     struct kv_state_header:
-        uint32_t pid
-        uint64_t incarnation
+        uint32_t pid, libfabric_version
+        uint64_t pid_started, started_ns
+        char incarnation[40]
     struct kv_state:
         kv_state_header *header
     struct kv_attempt_view:
         uint64_t id, rows, expected, started_ns
         int state
         char label[65]
-    kv_state *kv_state_create(const char *path, uint64_t incarnation, kv_error *e)
+    kv_state *kv_state_create(const char *path, const char *incarnation, kv_error *e)
     kv_state *kv_state_look(const char *path, kv_error *e)
     c_bool kv_state_close(kv_state *s, kv_error *e)
     c_bool kv_state_open_attempt(kv_state *s, uint64_t attempt, uint64_t expected, const char *label,
                                  size_t label_bytes, kv_error *e)
     c_bool kv_state_end_attempt(kv_state *s, uint64_t attempt, kv_error *e)
     c_bool kv_state_link_slot(kv_state *s, uint32_t slot_index, uint64_t attempt, kv_error *e)
+    void kv_state_link_beat(kv_state *s, uint32_t slot_index, uint32_t link)
     void kv_state_unlink_slot(kv_state *s, uint32_t slot_index)
+    uint64_t kv_state_await_slot(kv_state *s, uint32_t slot_index, uint64_t rows)
+    void kv_state_set_info(kv_state *s, const kv_state_info *info)
+    void kv_state_read_info(const kv_state *s, kv_state_info *out)
+    void kv_state_set_pages(kv_state *s, uint32_t group, const char *name, uint64_t held, uint64_t total)
+    kv_pages_view kv_state_pages(const kv_state *s, uint32_t group)
+    uint64_t kv_state_quarantined(const kv_state *s)
+    void kv_state_quarantine(kv_state *s, uint64_t num_pages)
+    uint64_t kv_state_poller_seen_ns(const kv_state *s)
     uint64_t kv_state_slot_rows(const kv_state *s, uint32_t slot_index)
     c_bool kv_state_view(const kv_state *s, uint32_t entry, kv_attempt_view *out)
     c_bool kv_attempt_known(const kv_state *s, uint64_t attempt)
@@ -63,9 +84,38 @@ cdef extern from "state.h" nogil:
     int64_t kv_state_expecting(const kv_state *s)
     enum kv_landed:
         KV_LANDED_COUNTED, KV_LANDED_REACHED, KV_LANDED_OVERFLOW, KV_LANDED_STRAY_SEEN, KV_LANDED_STRAY
+        KV_LANDED_BEAT
     struct kv_landing:
         uint64_t attempt, rows
+        c_bool slot_reached
+        uint32_t slot_index
+        uint64_t slot_rows
     kv_landed kv_state_land(kv_state *s, uint32_t imm, kv_landing *out)
+    void kv_state_seen(const kv_state *s, uint64_t now_ns)
+
+cdef extern from "leg.h" nogil:
+    enum kv_leg_role:
+        KV_FETCH, KV_SERVE
+    struct kv_leg_info:
+        uint64_t attempt, rows_expected, started_ns, since_ns
+        uint32_t slot_index, num_layers, pages_held, role
+        char request_id[64]
+        char peer[40]
+        char state[16]
+        char reason[20]
+        char why[36]
+    struct kv_leg_view:
+        uint32_t number
+        kv_leg_info info
+        uint64_t rows_posted
+        uint32_t writes_posted, signals_seen, entries_posted, num_entries
+        c_bool torn
+    c_bool kv_state_open_leg(kv_state *s, uint32_t number, const kv_leg_info *info, kv_error *e)
+    c_bool kv_state_update_leg(kv_state *s, uint32_t number, const kv_leg_info *info, kv_error *e)
+    void kv_state_close_leg(kv_state *s, uint32_t number)
+    c_bool kv_state_next_leg(const kv_state *s, uint32_t *entry, kv_leg_view *out)
+    void kv_leg_posted(const kv_state *s, uint32_t tag, uint32_t rows, uint32_t entries, uint32_t num_entries)
+    void kv_leg_signalled(const kv_state *s, uint32_t tag, uint32_t bumps)
 
 cdef extern from "plan.h" nogil:
     struct kv_run:
@@ -105,7 +155,7 @@ cdef extern from "trace.h" nogil:
 cdef extern from "records.h" nogil:
     enum kv_record_kind:
         KV_REACHED, KV_OVERFLOW, KV_STRAY, KV_SENT, KV_STOPPED, KV_LINK_OPENED, KV_LINK_FAILED, KV_LINK_CLOSED
-        KV_STEP_ENDED, KV_STEP_FAULT
+        KV_STEP_ENDED, KV_STEP_FAULT, KV_SLOT_REACHED
     enum kv_step_fault:
         KV_FEWER, KV_MORE, KV_DEADLINE
     enum kv_link_failure:

@@ -7,6 +7,7 @@ cimport cython
 from cpython.bytes cimport PyBytes_FromStringAndSize
 from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
+from libc.string cimport memcpy, memset
 
 from kvmsgr._ext.core cimport *
 
@@ -14,6 +15,7 @@ import atexit
 import os
 import sys
 import weakref
+from collections import namedtuple
 from errno import ETIMEDOUT as _ETIMEDOUT
 
 REACHED = KV_REACHED
@@ -26,12 +28,14 @@ LINK_FAILED = KV_LINK_FAILED
 LINK_CLOSED = KV_LINK_CLOSED
 STEP_ENDED = KV_STEP_ENDED
 STEP_FAULT = KV_STEP_FAULT
+SLOT_REACHED = KV_SLOT_REACHED
 
 LANDED_COUNTED = KV_LANDED_COUNTED
 LANDED_REACHED = KV_LANDED_REACHED
 LANDED_OVERFLOW = KV_LANDED_OVERFLOW
 LANDED_STRAY_SEEN = KV_LANDED_STRAY_SEEN
 LANDED_STRAY = KV_LANDED_STRAY
+LANDED_BEAT = KV_LANDED_BEAT
 
 FEWER = KV_FEWER
 MORE = KV_MORE
@@ -47,6 +51,15 @@ FAILED_CLOSE = KV_FAILED_CLOSE
 
 ATTEMPT_STATES = ("free", "counting", "done", "overflow", "ended")
 LABEL_BYTES = KV_LABEL_BYTES
+NUM_LEGS = KV_NUM_LEGS
+MAX_GROUPS = KV_MAX_GROUPS
+
+Info = namedtuple("Info", "pid pid_started incarnation name address provider software libfabric started_ns")
+GroupPages = namedtuple("GroupPages", "group name held total")
+Leg = namedtuple("Leg", "number role state request_id peer attempt slot generation rows_expected num_layers pages_held "
+                 "started_ns since_ns reason why rows_posted writes_posted signals_seen entries_posted num_entries "
+                 "slot_rows attempt_rows attempt_expected torn")
+_ROLES = {"fetch": KV_FETCH, "serve": KV_SERVE}
 
 cdef uint64_t _LONGEST_NS = <uint64_t>INT64_MAX
 
@@ -128,12 +141,26 @@ def monotonic_ns():
     return kv_now_ns()
 
 
+cdef int _put(char *room, Py_ssize_t room_bytes, str text) except -1:
+    """Fills `room` with as many characters of `text` as it has bytes for, and zeros behind them."""
+    cdef bytes raw = text.encode("utf-8", "replace")
+    if len(raw) > room_bytes:
+        raw = raw[:room_bytes].decode("utf-8", "ignore").encode()
+    memset(room, 0, room_bytes)
+    memcpy(room, <const char *>raw, len(raw))
+    return 0
+
+
+cdef str _get(const char *room, size_t room_bytes):
+    return room[:strnlen(room, room_bytes)].decode("utf-8", "replace")
+
+
 cdef class StateFile:
-    """Slots, attempts and labels of one messenger, in one mapped file that another process may look into.
+    """Slots, attempts and legs of one messenger, in one mapped file that another process may look into.
 
     Args:
         path: File to create (0600, must not exist), or to look into. None: anonymous memory.
-        incarnation: Of the messenger; ignored when looking.
+        incarnation: Of the messenger, at most 32 hex digits, or their value; ignored when looking.
         writable: False maps an existing file to look into it.
     """
 
@@ -141,14 +168,17 @@ cdef class StateFile:
     cdef readonly object path
     cdef readonly bint writable
 
-    def __cinit__(self, path, *, uint64_t incarnation, bint writable=True):
+    def __cinit__(self, path, *, incarnation=0, bint writable=True):
         cdef kv_error e
+        cdef bytes digits = f"{int(incarnation, 16) if isinstance(incarnation, str) else incarnation:032x}".encode()
         cdef bytes raw = b"" if path is None else os.fsencode(path)
         cdef char *name = raw
         self.path = None if path is None else os.fspath(path)
         self.writable = writable
         if writable:
-            self.state = kv_state_create(NULL if path is None else name, incarnation, &e)
+            if len(digits) > 32:
+                raise ValueError(f"incarnation {incarnation!r} has more than 32 hex digits")
+            self.state = kv_state_create(NULL if path is None else name, digits, &e)
         elif path is None:
             raise ValueError("looking into a state file needs its path")
         else:
@@ -191,8 +221,21 @@ cdef class StateFile:
 
     @property
     def incarnation(self):
+        """32 hex digits."""
         self._check(False)
-        return self.state.header.incarnation
+        return self.state.header.incarnation.decode()
+
+    @property
+    def poller_seen_ns(self):
+        """When a poller last looked at the clock, which it does many times a second; 0: none has."""
+        self._check(False)
+        return kv_state_poller_seen_ns(self.state)
+
+    @property
+    def quarantined(self):
+        """Pages that a lost peer may still write into, as `set_quarantined` said last."""
+        self._check(False)
+        return kv_state_quarantined(self.state)
 
     @property
     def expecting(self):
@@ -234,15 +277,168 @@ cdef class StateFile:
         kv_state_unlink_slot(self.state, self._slot_index(slot, generation))
 
     def land(self, uint32_t immediate):
-        """Counts one landed write; for fabrics that are not libfabric.
+        """Counts one landed write. This and the next three are for pollers that are not native.
 
         Returns:
-            (LANDED_*, attempt, its rows after this write); the two are 0 where the slot counts for no attempt.
+            (LANDED_*, attempt, its rows after this write, rows of its slot if these are the awaited ones, else 0). Of a
+            heartbeat the second is its link. The middle two are 0 where the slot counts for no attempt.
         """
-        cdef kv_landing landing = kv_landing(0, 0)
+        cdef kv_landing landing = kv_landing(0, 0, False, 0, 0)
         self._check(True)
         cdef kv_landed landed = kv_state_land(self.state, immediate, &landing)
-        return <int>landed, landing.attempt, landing.rows
+        return <int>landed, landing.attempt, landing.rows, landing.slot_rows if landing.slot_reached else 0
+
+    def leg_posted(self, uint32_t tag, uint32_t rows, uint32_t entries, uint32_t num_entries):
+        """A write of the leg is posted, and with it so many entries of its transfer."""
+        self._check(True)
+        kv_leg_posted(self.state, tag, rows, entries, num_entries)
+
+    def leg_signalled(self, uint32_t tag, uint32_t bumps):
+        """A step of the leg shows so many bumps."""
+        self._check(True)
+        kv_leg_signalled(self.state, tag, bumps)
+
+    def poller_seen(self, uint64_t now_ns):
+        """A poller has gone round."""
+        self._check(True)
+        kv_state_seen(self.state, now_ns)
+
+    def link_beat(self, uint32_t slot, uint32_t generation, uint32_t link):
+        """Rows that land in (slot, generation) are heartbeats of `link`, until `unlink_slot`."""
+        self._check(True)
+        kv_state_link_beat(self.state, self._slot_index(slot, generation), link)
+
+    def await_slot(self, uint32_t slot, uint32_t generation, uint64_t rows):
+        """Watches a linked slot for `rows`; returns its rows as they stand after that.
+
+        Fewer: one SLOT_REACHED record (id slot << 4 | generation) comes when there are exactly `rows`. Equal: all are
+        there, and a record may come too. More: no record comes. Linking or unlinking the slot ends the watch.
+        """
+        self._check(True)
+        return kv_state_await_slot(self.state, self._slot_index(slot, generation), rows)
+
+    def open_leg(self, uint32_t number, *, str role, str state, str request_id, str peer, uint64_t attempt,
+                 uint32_t slot, uint32_t generation, uint64_t rows_expected, uint32_t num_layers):
+        """Shows a leg to whoever looks. Transfers with `number` as their tag count for it. Texts are cut to their room.
+
+        Args:
+            role: "fetch" or "serve".
+            attempt, slot, generation, rows_expected: Of the side that fetches, on both sides.
+
+        Raises:
+            ValueError: the leg 2^14 numbers earlier or later, which has this entry of the table, is still open.
+        """
+        cdef kv_error e
+        cdef kv_leg_info info
+        self._check(True)
+        if role not in _ROLES or number == <uint32_t>-1:
+            raise ValueError(f"leg {number}, role {role!r}: want fetch or serve, and a number below 2^32 - 1")
+        memset(&info, 0, sizeof(info))
+        info.role, info.num_layers = _ROLES[role], num_layers
+        info.attempt, info.rows_expected = attempt, rows_expected
+        info.slot_index = self._slot_index(slot, generation)
+        _put(info.state, sizeof(info.state), state)
+        _put(info.request_id, sizeof(info.request_id), request_id)
+        _put(info.peer, sizeof(info.peer), peer)
+        if not kv_state_open_leg(self.state, number, &info, &e):
+            raise _error(&e)
+
+    def update_leg(self, uint32_t number, *, str state, str reason="", str why="", uint32_t pages_held=0):
+        """How a leg stands now. KeyError: it is not open."""
+        cdef kv_error e
+        cdef kv_leg_info info
+        self._check(True)
+        memset(&info, 0, sizeof(info))
+        info.pages_held = pages_held
+        _put(info.state, sizeof(info.state), state)
+        _put(info.reason, sizeof(info.reason), reason)
+        _put(info.why, sizeof(info.why), why)
+        if not kv_state_update_leg(self.state, number, &info, &e):
+            raise _error(&e)
+
+    def close_leg(self, uint32_t number):
+        """Nothing of it is left. Idempotent."""
+        self._check(True)
+        kv_state_close_leg(self.state, number)
+
+    cdef object _leg(self, kv_leg_view *view):
+        cdef kv_leg_info *info = &view.info
+        cdef uint32_t slot_index = info.slot_index & ((1 << (KV_SLOT_BITS + KV_GENERATION_BITS)) - 1)
+        cdef kv_attempt_view attempt
+        slot_rows = attempt_rows = attempt_expected = None
+        if info.role == KV_FETCH:   # a serving leg's slot and attempt are its peer's: our tables know nothing of them
+            slot_rows = kv_state_slot_rows(self.state, slot_index)
+            if kv_state_view(self.state, info.attempt % KV_NUM_ATTEMPTS, &attempt) and attempt.id == info.attempt:
+                attempt_rows, attempt_expected = attempt.rows, attempt.expected
+        return Leg(
+            view.number, "fetch" if info.role == KV_FETCH else "serve", _get(info.state, sizeof(info.state)),
+            _get(info.request_id, sizeof(info.request_id)), _get(info.peer, sizeof(info.peer)), info.attempt,
+            slot_index >> KV_GENERATION_BITS, slot_index & ((1 << KV_GENERATION_BITS) - 1), info.rows_expected,
+            info.num_layers, info.pages_held, info.started_ns, info.since_ns,
+            _get(info.reason, sizeof(info.reason)), _get(info.why, sizeof(info.why)), view.rows_posted,
+            view.writes_posted, view.signals_seen, view.entries_posted, view.num_entries, slot_rows, attempt_rows,
+            attempt_expected, view.torn)
+
+    def legs(self):
+        """Every open leg, by its entry of the table.
+
+        What the owner wrote of one leg belongs together, unless `torn`: then the owner was stopped while it wrote. The
+        counters move beside it. `slot_rows` and `attempt_rows` are None of a serving leg: its peer knows them.
+        """
+        cdef kv_leg_view view
+        cdef uint32_t entry = 0
+        self._check(False)
+        found = []
+        while kv_state_next_leg(self.state, &entry, &view):
+            found.append(self._leg(&view))
+        return found
+
+    def set_info(self, *, str name, str address, str provider, str software):
+        """Who the messenger is: its name, control address, libfabric provider, and the software around it."""
+        cdef kv_state_info info
+        self._check(True)
+        _put(info.name, sizeof(info.name), name)
+        _put(info.address, sizeof(info.address), address)
+        _put(info.provider, sizeof(info.provider), provider)
+        _put(info.software, sizeof(info.software), software)
+        kv_state_set_info(self.state, &info)
+
+    def info(self):
+        """Who made the file. `pid_started`: clock ticks since boot, as in /proc/<pid>/stat; 0 where it is unknown."""
+        cdef kv_state_info info
+        self._check(False)
+        kv_state_read_info(self.state, &info)
+        header = self.state.header
+        version = header.libfabric_version
+        return Info(
+            header.pid, header.pid_started, self.incarnation, _get(info.name, sizeof(info.name)),
+            _get(info.address, sizeof(info.address)), _get(info.provider, sizeof(info.provider)),
+            _get(info.software, sizeof(info.software)), (FI_MAJOR(version), FI_MINOR(version)), header.started_ns)
+
+    def set_pages(self, uint32_t group, str name, uint64_t held, uint64_t total):
+        """Pages of a cache group, and how many of them requests hold. A group without any is not shown."""
+        cdef char room[24]
+        self._check(True)
+        if group >= KV_MAX_GROUPS:
+            raise ValueError(f"group {group}: a state file has room for {KV_MAX_GROUPS}")
+        _put(room, sizeof(room), name)
+        kv_state_set_pages(self.state, group, room, held, total)
+
+    def pages(self):
+        """The cache groups that have pages."""
+        cdef kv_pages_view view
+        self._check(False)
+        found = []
+        for group in range(KV_MAX_GROUPS):
+            view = kv_state_pages(self.state, group)
+            if view.total:
+                found.append(GroupPages(group, _get(view.name, sizeof(view.name)), view.held, view.total))
+        return found
+
+    def set_quarantined(self, uint64_t num_pages):
+        """Pages that a lost peer may still write into."""
+        self._check(True)
+        kv_state_quarantine(self.state, num_pages)
 
     def attempt_rows(self, uint64_t attempt):
         """Rows that have landed for it. KeyError: it was never opened, or its entry is another's now."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from random import Random
 
 from kvmsgr._ext import native
-from kvmsgr._ext.native import LINK_CLOSED, LINK_FAILED, LINK_OPENED, OVERFLOW, REACHED, STRAY, StateFile
+from kvmsgr._ext.native import LINK_CLOSED, LINK_FAILED, LINK_OPENED, OVERFLOW, REACHED, SLOT_REACHED, STRAY, StateFile
 from kvmsgr.fabric.interface import FAILED_LEASE
 
 from .air import Air, Flight, Region
@@ -56,7 +56,9 @@ class Engine:
         self._heart = ctypes.create_string_buffer(b"kvmsgr", 8)
         air.num_pollers += 1
         self._random = Random(f"{air.seed}/{air.num_pollers}")
-        self.posting = Posting(air, records, self._random, link_bytes, self._watch, self._is_live, self.fail_link)
+        self.posting = Posting(
+            air, state, records, self._random, link_bytes, self._watch, self._is_live, self.fail_link
+        )
 
     # What wakes it
 
@@ -81,6 +83,7 @@ class Engine:
         if self.vanished or now_ns < self._paused_until_ns:
             return False
         self._records.count("rounds")
+        self._state.poller_seen(native.monotonic_ns())
         worked = bool(self._commands)
         self._obey()
         worked |= self._watch()
@@ -131,7 +134,11 @@ class Engine:
     # What has landed, and what is complete
 
     def _land(self, immediate: int) -> None:
-        landed, attempt, rows = self._state.land(immediate)
+        landed, attempt, rows, slot_rows = self._state.land(immediate)
+        if landed == native.LANDED_BEAT:
+            if attempt in self.links:  # a heartbeat names its link
+                self.links[attempt].heard_ns = self._records.clock()
+            return
         self._records.count("landed_writes")
         self._records.count("landed_rows", (immediate & 0x3FFF) + 1)
         if landed == native.LANDED_REACHED:
@@ -142,11 +149,8 @@ class Engine:
             self._records.count("strays")
             if landed == native.LANDED_STRAY:
                 self._records.report(STRAY, immediate >> 14, 0)
-
-    def heard(self, number: int) -> None:
-        """A heartbeat of this link's peer has landed."""
-        if number in self.links:
-            self.links[number].heard_ns = self._records.clock()
+        if slot_rows:
+            self._records.report(SLOT_REACHED, immediate >> 14, slot_rows)
 
     def _complete(self, flight: Flight, error: int) -> None:
         link = next((link for link in self.links.values() if flight in link.flying), None)

@@ -53,6 +53,7 @@ class InProcessPoller:
     ) -> None:
         self.air = air
         self.closed = False
+        self._state = state
         self._records = Records(clock)
         self._engine = Engine(
             air,
@@ -142,7 +143,9 @@ class InProcessPoller:
             if any(stream.counter is counter for stream in engine.streams):
                 raise ValueError("this layer counter is watched already")
             index = len(engine.streams)
-            engine.streams.append(Stream(counter, index, self._records.report, self._arrive, engine.posting.stop))
+            engine.streams.append(
+                Stream(counter, index, self._state, self._records.report, self._arrive, engine.posting.stop)
+            )
             return index
 
     # Links

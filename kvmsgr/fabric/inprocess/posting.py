@@ -7,7 +7,7 @@ import errno
 from collections.abc import Callable
 from random import Random
 
-from kvmsgr._ext.native import FAILED_POST, SENT, STOPPED
+from kvmsgr._ext.native import FAILED_POST, SENT, STOPPED, StateFile
 
 from .air import Air, Flight, Region
 from .faults import Faults
@@ -31,6 +31,7 @@ class Posting:
     def __init__(
         self,
         air: Air,
+        state: StateFile,
         records: Records,
         random: Random,
         link_bytes: int,
@@ -43,6 +44,7 @@ class Posting:
         self.trace: list[tuple[int, int, int, int]] | None = None
         self.trace_capacity = 0
         self._air = air
+        self._state = state
         self._records = records
         self._random = random
         self._link_bytes = link_bytes
@@ -145,6 +147,7 @@ class Posting:
         transfer.in_flight += 1
         transfer.rows_posted += write.rows
         transfer.writes_posted += 1
+        self._state.leg_posted(transfer.tag, write.rows, transfer.entry_index, transfer.num_entries)
         for aside in link.aside:
             aside.left -= 1
         for stat, change in (("writes", 1), ("bytes", write.num_bytes), ("rows", write.rows)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvmsgr._ext.native import DEADLINE, FEWER, MORE, STEP_ENDED, STEP_FAULT, LayerCounter, RingFullError
+from kvmsgr._ext.native import DEADLINE, FEWER, MORE, STEP_ENDED, STEP_FAULT, LayerCounter, RingFullError, StateFile
 
 from .links import Transfer
 
@@ -41,11 +41,17 @@ class Stream:
     """
 
     def __init__(
-        self, counter: LayerCounter, index: int, report: Report, arrive: Callable[[Transfer], None],
+        self,
+        counter: LayerCounter,
+        index: int,
+        state: StateFile,
+        report: Report,
+        arrive: Callable[[Transfer], None],
         stop: Callable[[Transfer], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.counter = counter
         self.steps: list[Step] = []
+        self._state = state
         self._index = index
         self._report = report
         self._arrive = arrive
@@ -108,6 +114,7 @@ class Stream:
             return False
         step.seen = bumps
         for transfer in step.unreleased:
+            self._state.leg_signalled(transfer.tag, bumps)
             transfer.release(bumps)
         if bumps > step.num_bumps:
             self._fault(step, MORE)

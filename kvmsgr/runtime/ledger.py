@@ -1,0 +1,101 @@
+"""What the state file shows of this messenger: its pages, and every leg that is alive, on either side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+import structlog
+
+from kvmsgr.core.slots import AttemptNumbers
+from kvmsgr_protocol import Dispatch
+
+from .pages import PageGuard
+
+if TYPE_CHECKING:
+    from kvmsgr.fabric.libfabric import StateFile
+
+log = structlog.get_logger("kvmsgr")
+
+NUM_LEGS = 16384
+"""Legs that can be alive at a time, both roles together."""
+
+
+class Ledger:
+    """Writes down what changes. Costs a few stores in mapped memory, and never waits.
+
+    Args:
+        state: The state file.
+        pages: The destination pages of each cache group.
+        quarantine_limit: Share of a group's pages that may be in quarantine.
+    """
+
+    def __init__(self, state: StateFile, pages: Sequence[PageGuard], quarantine_limit: float) -> None:
+        self._state = state
+        self._pages = pages
+        self._limit = quarantine_limit
+        self._numbers = AttemptNumbers(NUM_LEGS)
+        self._quarantined: dict[int, int] = {}  # pages by leg
+        for index in range(len(pages)):
+            self.show_pages(index)
+
+    def take(self) -> int | None:
+        """The number of a new leg, or None when too many are alive."""
+        return self._numbers.take()
+
+    def give(self, number: int) -> None:
+        """Give back a number that was never shown."""
+        self._numbers.give(number)
+
+    def open(
+        self, number: int, role: Literal["fetch", "serve"], state: str, peer: str, leg: Dispatch, layers: int
+    ) -> None:
+        """Show a leg. `leg` is what travels, or has come, for it."""
+        self._state.open_leg(
+            number,
+            role=role,
+            state=state,
+            request_id=leg.request_id,
+            peer=peer,
+            attempt=leg.attempt,
+            slot=leg.slot,
+            generation=leg.generation,
+            rows_expected=leg.expected_rows,
+            num_layers=layers,
+        )
+
+    def update(
+        self, number: int, state: str, pages_held: int, reason: str = "", why: str = "", *, quarantined: bool = False
+    ) -> None:
+        """Show where a leg stands. `quarantined`: it is over, and its pages are held for want of a proof, `why` says
+        which."""
+        self._state.update_leg(number, state=state, reason=reason, why=why, pages_held=pages_held)
+        if quarantined:
+            self._quarantined[number] = pages_held
+        elif number not in self._quarantined:
+            return
+        else:
+            del self._quarantined[number]
+        self._state.set_quarantined(sum(self._quarantined.values()))
+
+    def close(self, number: int) -> None:
+        """The leg has left nothing behind."""
+        if self._quarantined.pop(number, 0):
+            self._state.set_quarantined(sum(self._quarantined.values()))
+        self._state.close_leg(number)
+        self._numbers.give(number)
+
+    def show_pages(self, group: int) -> None:
+        """Show how many destination pages of a group are held."""
+        guard = self._pages[group]
+        self._state.set_pages(group, guard.name, guard.num_held, guard.num_pages)
+
+    @property
+    def unhealthy(self) -> str | None:
+        """Why this messenger should get no more requests; None while it may."""
+        held, total = sum(self._quarantined.values()), sum(guard.num_pages for guard in self._pages)
+        if held <= self._limit * total:
+            return None
+        return (
+            f"{held} of {total} destination pages are in quarantine: their prefillers are silent, and no proof has come"
+        )
