@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -15,8 +16,13 @@ from kvmsgr._ext import native
 from kvmsgr.errors import ConfigError, FabricStuckError, FabricUnavailableError, StepLimitError
 
 from .choice import FabricChoice, candidates
+from .inprocess import InProcessPoller, current_air
+from .inprocess.driver import Driver, Loop
+from .interface import Poller
 from .leftovers import lock, state_folder, sweep
 
+NativePoller = native.Poller
+providers = native.providers
 StateFile = native.StateFile
 
 
@@ -39,7 +45,7 @@ class Fabric:
 
     def __init__(
         self,
-        poller: native.Poller,
+        poller: Poller,
         state: native.StateFile,
         choice: FabricChoice,
         num_regions: int,
@@ -53,7 +59,13 @@ class Fabric:
 
     def open_link(self) -> int:
         """Start to open an endpoint for one peer, registered under keys that nobody can guess or has seen before."""
-        return self.poller.open_link([secrets.randbits(64) for _ in range(self._num_regions)])
+        num_keys = self._num_regions + hasattr(self.poller, "link_cell")
+        return self.poller.open_link([secrets.randbits(64) for _ in range(num_keys)])
+
+    def drive(self, loop: Loop) -> None:
+        """Lend the loop to a poller that has no thread of its own."""
+        if isinstance(self.poller, InProcessPoller):
+            Driver(self.poller, loop)
 
     def begin_step(
         self,
@@ -114,16 +126,9 @@ def open_fabric(settings: FabricSettings, regions: Sequence[tuple[int, int]], ow
     answers: list[str] = []
     for provider in candidates(settings.fabric, settings.local):
         state = _open_state(path, settings.incarnation)
-        poller = None
+        poller: Poller | None = None
         try:
-            poller = native.Poller(
-                provider,
-                state,
-                node=settings.address,
-                core=-1 if settings.poller_core is None else settings.poller_core,
-                cq_entries=settings.cq_entries,
-                spin=settings.poller_spins,
-            )
+            poller = _open_poller(provider, state, settings)
             poller.self_test()
             for address, num_bytes in regions:
                 poller.register(address, num_bytes, owner)
@@ -139,6 +144,20 @@ def open_fabric(settings: FabricSettings, regions: Sequence[tuple[int, int]], ow
     raise FabricUnavailableError(
         f"fabric {settings.fabric!r} cannot be used: {' / '.join(answers)}. libfabric offers here: {found}"
     )
+
+
+def _open_poller(provider: str, state: native.StateFile, settings: FabricSettings) -> Poller:
+    if provider == "inprocess":
+        return InProcessPoller(current_air(), state, cq_entries=settings.cq_entries)
+    poller = native.Poller(
+        provider,
+        state,
+        node=settings.address,
+        core=-1 if settings.poller_core is None else settings.poller_core,
+        cq_entries=settings.cq_entries,
+        spin=settings.poller_spins,
+    )
+    return cast(Poller, poller)  # to be removed
 
 
 def _open_state(path: str, incarnation: str) -> native.StateFile:

@@ -38,6 +38,7 @@ cdef extern from "layer_counter.h" nogil:
     uint64_t kv_counter_current(kv_layer_counter *c)
     uint64_t kv_word_ticket(uint64_t word)
     uint32_t kv_word_bumps(uint64_t word)
+    uint64_t kv_counter_read(kv_layer_counter *c, uint64_t ticket)
 
 cdef extern from "state.h" nogil:
     enum: KV_GENERATION_BITS, KV_SLOT_BITS, KV_NUM_ATTEMPTS, KV_NUM_LEGS, KV_LABEL_BYTES, KV_MAX_GROUPS
@@ -81,6 +82,16 @@ cdef extern from "state.h" nogil:
     c_bool kv_attempt_known(const kv_state *s, uint64_t attempt)
     uint64_t kv_state_attempt_rows(const kv_state *s, uint64_t attempt)
     int64_t kv_state_expecting(const kv_state *s)
+    enum kv_landed:
+        KV_LANDED_COUNTED, KV_LANDED_REACHED, KV_LANDED_OVERFLOW, KV_LANDED_STRAY_SEEN, KV_LANDED_STRAY
+        KV_LANDED_BEAT
+    struct kv_landing:
+        uint64_t attempt, rows
+        c_bool slot_reached
+        uint32_t slot_index
+        uint64_t slot_rows
+    kv_landed kv_state_land(kv_state *s, uint32_t imm, kv_landing *out)
+    void kv_state_seen(const kv_state *s, uint64_t now_ns)
 
 cdef extern from "leg.h" nogil:
     enum kv_leg_role:
@@ -103,6 +114,8 @@ cdef extern from "leg.h" nogil:
     c_bool kv_state_update_leg(kv_state *s, uint32_t number, const kv_leg_info *info, kv_error *e)
     void kv_state_close_leg(kv_state *s, uint32_t number)
     c_bool kv_state_next_leg(const kv_state *s, uint32_t *entry, kv_leg_view *out)
+    void kv_leg_posted(const kv_state *s, uint32_t tag, uint32_t rows, uint32_t entries, uint32_t num_entries)
+    void kv_leg_signalled(const kv_state *s, uint32_t tag, uint32_t bumps)
 
 cdef extern from "plan.h" nogil:
     struct kv_run:

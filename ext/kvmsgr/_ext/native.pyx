@@ -30,6 +30,13 @@ STEP_ENDED = KV_STEP_ENDED
 STEP_FAULT = KV_STEP_FAULT
 SLOT_REACHED = KV_SLOT_REACHED
 
+LANDED_COUNTED = KV_LANDED_COUNTED
+LANDED_REACHED = KV_LANDED_REACHED
+LANDED_OVERFLOW = KV_LANDED_OVERFLOW
+LANDED_STRAY_SEEN = KV_LANDED_STRAY_SEEN
+LANDED_STRAY = KV_LANDED_STRAY
+LANDED_BEAT = KV_LANDED_BEAT
+
 FEWER = KV_FEWER
 MORE = KV_MORE
 DEADLINE = KV_DEADLINE
@@ -269,6 +276,33 @@ cdef class StateFile:
         self._check(True)
         kv_state_unlink_slot(self.state, self._slot_index(slot, generation))
 
+    def land(self, uint32_t immediate):
+        """Counts one landed write. This and the next three are for pollers that are not native.
+
+        Returns:
+            (LANDED_*, attempt, its rows after this write, rows of its slot if these are the awaited ones, else 0). Of a
+            heartbeat the second is its link. The middle two are 0 where the slot counts for no attempt.
+        """
+        cdef kv_landing landing = kv_landing(0, 0, False, 0, 0)
+        self._check(True)
+        cdef kv_landed landed = kv_state_land(self.state, immediate, &landing)
+        return <int>landed, landing.attempt, landing.rows, landing.slot_rows if landing.slot_reached else 0
+
+    def leg_posted(self, uint32_t tag, uint32_t rows, uint32_t entries, uint32_t num_entries):
+        """A write of the leg is posted, and with it so many entries of its transfer."""
+        self._check(True)
+        kv_leg_posted(self.state, tag, rows, entries, num_entries)
+
+    def leg_signalled(self, uint32_t tag, uint32_t bumps):
+        """A step of the leg shows so many bumps."""
+        self._check(True)
+        kv_leg_signalled(self.state, tag, bumps)
+
+    def poller_seen(self, uint64_t now_ns):
+        """A poller has gone round."""
+        self._check(True)
+        kv_state_seen(self.state, now_ns)
+
     def link_beat(self, uint32_t slot, uint32_t generation, uint32_t link):
         """Rows that land in (slot, generation) are heartbeats of `link`, until `unlink_slot`."""
         self._check(True)
@@ -473,6 +507,11 @@ cdef class LayerCounter:
     def bump(self):
         """After each layer, and once more after the context."""
         kv_counter_bump(self.counter)
+
+    def bumps_of(self, uint64_t ticket):
+        """Bumps of `ticket` as its ring slot shows them; None: it has not started, or its slot shows another one."""
+        cdef uint64_t word = kv_counter_read(self.counter, ticket)
+        return kv_word_bumps(word) if word else None
 
     @property
     def num_slots(self):

@@ -1,0 +1,126 @@
+"""Links of the in-process poller, and the transfers that go over them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvmsgr.fabric.interface import Remote
+
+from .air import Endpoint, Flight
+from .plan import Entry, Run, Template
+
+
+@dataclass(eq=False, slots=True)
+class Transfer:
+    """One template x the pages of one chunk, posted entry by entry."""
+
+    template: Template
+    writes: list[Run]
+    immediate: int
+    tag: int
+    ready: bool
+    link: Link | None = None
+    released: int = 0
+    bumps_seen: int = 0
+    entry_index: int = 0
+    write_index: int = 0
+    in_flight: int = 0
+    num_aside: int = 0
+    rows_posted: int = 0
+    writes_posted: int = 0
+    stopped: bool = False
+
+    @property
+    def num_entries(self) -> int:
+        return len(self.template.entries)
+
+    @property
+    def is_released(self) -> bool:
+        """Whether all of it may go."""
+        return self.released == self.num_entries
+
+    @property
+    def may_post(self) -> bool:
+        """Whether its next write may go."""
+        return not self.stopped and self.entry_index < self.released
+
+    @property
+    def ended(self) -> bool:
+        """Nothing of it is in flight and nothing more will be."""
+        everything = self.entry_index == self.num_entries and not self.num_aside
+        return not self.in_flight and (self.stopped or everything)
+
+    def release(self, bumps: int) -> None:
+        """Let entries go whose signal has come."""
+        entries = self.template.entries
+        before = self.released
+        while self.released < len(entries) and (self.ready or entries[self.released].signal <= bumps):
+            self.released += 1
+        if self.released > before:
+            self.bumps_seen = bumps
+
+    def advance(self) -> tuple[Entry, Run]:
+        """The next write; it will not come again."""
+        entry, write = self.template.entries[self.entry_index], self.writes[self.write_index]
+        self.write_index += 1
+        if self.write_index == len(self.writes):
+            self.write_index = 0
+            self.entry_index += 1
+        return entry, write
+
+
+@dataclass(eq=False, slots=True)
+class Aside:
+    """A write that others overtake: `left` more of them."""
+
+    transfer: Transfer
+    entry: Entry
+    write: Run
+    left: int
+
+
+@dataclass(eq=False, slots=True)
+class Operation:
+    """A write in flight. `transfer` is None for a heartbeat."""
+
+    link: Link
+    transfer: Transfer | None
+    num_bytes: int
+    posted_ns: int
+
+
+@dataclass(eq=False, slots=True)
+class Link:
+    """One endpoint of ours paired with one of a peer."""
+
+    number: int
+    keys: tuple[int, ...]
+    cell: ctypes.Array[ctypes.c_char] = field(default_factory=lambda: ctypes.create_string_buffer(8))
+    endpoint: Endpoint | None = None
+    target: bytes = b""
+    regions: Sequence[Remote] = ()
+    window: int = 0
+    beat: tuple[int, int, int] | None = None
+    asked: bool = False  # to connect, by a caller
+    connected: bool = False
+    failed: bool = False
+    closing: bool = False
+    heard_ns: int = 0
+    beat_due_ns: int = 0
+    beating: bool = False
+    again_since_ns: int = 0
+    flying_bytes: int = 0
+    flying: dict[Flight, Operation] = field(default_factory=dict)
+    transfers: list[Transfer] = field(default_factory=list)
+    aside: list[Aside] = field(default_factory=list)
+
+    @property
+    def num_flying(self) -> int:
+        """Operations that count against the window."""
+        return len(self.flying) - self.beating
+
+    @property
+    def alive(self) -> bool:
+        return self.connected and not self.failed and not self.closing

@@ -1,0 +1,145 @@
+"""Steps and the layer counters they run on: what the words of a counter release."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvmsgr._ext.native import DEADLINE, FEWER, MORE, STEP_ENDED, STEP_FAULT, LayerCounter, RingFullError, StateFile
+
+from .links import Transfer
+
+Report = Callable[[int, int, int, int], None]
+
+
+@dataclass(eq=False, slots=True)
+class Step:
+    """An announced forward pass. `seen` is None until it has started."""
+
+    ticket: int
+    num_bumps: int
+    deadline_ns: int
+    transfers: list[Transfer]
+    seen: int | None = None
+    faulted: bool = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether it still has bumps to show."""
+        return (self.seen or 0) < self.num_bumps
+
+    @property
+    def unreleased(self) -> list[Transfer]:
+        """Transfers of it that wait for bumps."""
+        return [transfer for transfer in self.transfers if not transfer.stopped and not transfer.is_released]
+
+
+class Stream:
+    """One layer counter as the poller sees it.
+
+    A ring slot is lent to one ticket at a time: `_turns[slot]` is the only one that may take it now.
+    """
+
+    def __init__(
+        self,
+        counter: LayerCounter,
+        index: int,
+        state: StateFile,
+        report: Report,
+        arrive: Callable[[Transfer], None],
+        stop: Callable[[Transfer], None],
+    ) -> None:
+        self.counter = counter
+        self.steps: list[Step] = []
+        self._state = state
+        self._index = index
+        self._report = report
+        self._arrive = arrive
+        self._stop = stop
+        self._next_ticket = 1
+        self._turns = [slot or counter.num_slots for slot in range(counter.num_slots)]
+
+    def claim(self) -> int:
+        """Take the next ticket.
+
+        Raises:
+            RingFullError: Its ring slot has not come back.
+        """
+        ticket = self._next_ticket
+        if self._turns[ticket % len(self._turns)] != ticket:
+            raise RingFullError(
+                f"{len(self._turns)} steps of layer counter {self._index} are outstanding, one a ring slot"
+            )
+        self._next_ticket += 1
+        return ticket
+
+    def arm(self, step: Step) -> None:
+        for transfer in step.transfers:
+            self._arrive(transfer)
+        self.steps.append(step)
+        self.steps.sort(key=lambda other: other.ticket)
+        later = self.steps[self.steps.index(step) + 1 :]
+        nothing = not step.num_bumps and not step.unreleased  # there is no step
+        if nothing or (later and later[0].seen is not None):
+            self._finish(step, FEWER)
+
+    def abandon(self, ticket: int) -> None:
+        for step in self.steps:
+            if step.ticket == ticket:
+                self._give_back(ticket)
+                self._remove(step)
+                return
+
+    def watch(self) -> bool:
+        """Read the words; a step that has begun ends the older ones. Says whether any had moved."""
+        moved = [step for step in self.steps if self._look(step)]
+        if moved:
+            newest = self.steps.index(moved[-1])
+            for step in self.steps[:newest]:
+                self._finish(step, FEWER)
+        return bool(moved)
+
+    def check_deadlines(self, now_ns: int) -> None:
+        for step in list(self.steps):
+            if now_ns >= step.deadline_ns:
+                self._finish(step, DEADLINE)
+
+    def close(self) -> None:
+        for step in list(self.steps):
+            self._remove(step)
+
+    def _look(self, step: Step) -> bool:
+        bumps = self.counter.bumps_of(step.ticket)
+        if bumps is None or bumps == step.seen:
+            return False
+        step.seen = bumps
+        for transfer in step.unreleased:
+            self._state.leg_signalled(transfer.tag, bumps)
+            transfer.release(bumps)
+        if bumps > step.num_bumps:
+            self._fault(step, MORE)
+        return True
+
+    def _fault(self, step: Step, kind: int) -> None:
+        if not step.faulted:
+            self._report(STEP_FAULT, self._index, step.ticket, (step.seen or 0) << 32 | kind)
+        step.faulted = True
+
+    def _finish(self, step: Step, when_short: int) -> None:
+        self._look(step)
+        self._give_back(step.ticket)
+        if step.waits:
+            self._fault(step, when_short)
+        elif not step.faulted:
+            self._report(STEP_ENDED, self._index, step.ticket, step.seen or 0)
+        self._remove(step)
+
+    def _give_back(self, ticket: int) -> None:
+        num_slots = len(self._turns)
+        self._turns[ticket % num_slots] = ticket + num_slots
+
+    def _remove(self, step: Step) -> None:
+        """What still waits for bumps is stopped."""
+        self.steps.remove(step)
+        for transfer in step.unreleased:
+            self._stop(transfer)

@@ -1,0 +1,132 @@
+"""What the runtime asks of a fabric. `native.Poller` (libfabric) and `InProcessPoller` both are one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from kvmsgr._ext import native
+from kvmsgr._ext.native import FAILED_COMPLETION, FAILED_POST, FAILED_TIMEOUT, LayerCounter, RingFullError, StateFile
+
+__all__ = [
+    "FAILED_COMPLETION",
+    "FAILED_LEASE",
+    "FAILED_POST",
+    "FAILED_TIMEOUT",
+    "SLOT_REACHED",
+    "LayerCounter",
+    "Order",
+    "Poller",
+    "Record",
+    "Remote",
+    "RingFullError",
+    "StateFile",
+]
+
+FAILED_LEASE: int = getattr(native, "FAILED_LEASE", 8)
+SLOT_REACHED: int = getattr(native, "SLOT_REACHED", 11)
+
+Record = tuple[int, int, int, int, int]
+"""(kind, id, value, time in ns, extra); `ext/core/records.h` says what each kind means by them."""
+
+Remote = tuple[int, int, int]
+"""(base, bytes, key): memory that a peer may write to."""
+
+Order = tuple[int, int, int, int, bool]
+"""(link, template, immediate, tag, ready): one transfer of a step."""
+
+
+@runtime_checkable
+class Poller(Protocol):
+    """Posts writes as layer counters release them, and counts what lands.
+
+    It goes on by itself: what it has to say comes as records, and `fd` is readable while there are some. Every method
+    may be called from any thread; none waits for the network.
+
+    It promises, whatever the peer does:
+
+    - A transfer ends with one record: SENT when every write of it is locally complete, STOPPED when it ended early and
+      nothing of it is in flight. Rows posted are in it.
+    - A write lands at most once, and its rows are counted after its bytes are in memory.
+    - At most `window` operations of a link are in flight.
+    - After LINK_CLOSED nothing lands through the link, and nothing of it reads source memory; where `fence_proven` is
+      False, only if no peer was writing.
+    """
+
+    @property
+    def fd(self) -> int: ...
+    @property
+    def provider(self) -> str: ...
+    @property
+    def closed(self) -> bool: ...
+    @property
+    def fence_proven(self) -> bool: ...
+
+    # Before the first link or step
+
+    def self_test(self) -> None: ...
+    def register(self, address: int, num_bytes: int, owner: object = None) -> int: ...
+    def add_counter(self, counter: LayerCounter) -> int: ...
+
+    # Links: LINK_OPENED or LINK_FAILED follows `open_link`, LINK_CLOSED is the last record of each
+
+    def open_link(self, keys: Sequence[int]) -> int: ...
+    def link_address(self, link: int) -> bytes: ...
+    def link_regions(self, link: int) -> list[Remote]: ...
+    def link_cell(self, link: int) -> Remote: ...
+    def connect_link(
+        self, link: int, address: bytes, regions: Sequence[Remote], window: int, beat: tuple[int, int, int]
+    ) -> None: ...
+    def close_link(self, link: int, fence: bool = True) -> None: ...
+
+    # Steps and what they release
+
+    def add_template(
+        self,
+        link: int,
+        runs: npt.NDArray[np.uint64],
+        src_page_bytes: int,
+        dst_page_bytes: int,
+        entries: npt.NDArray[np.int64],
+        row_bytes: int,
+        item_bytes: int,
+    ) -> int: ...
+    def begin_step(
+        self,
+        counter: int,
+        num_bumps: int,
+        transfers: Sequence[Order],
+        pages: npt.NDArray[np.int32],
+        page_starts: Sequence[int] | npt.NDArray[np.int64],
+        edges: npt.NDArray[np.uint64],
+        edge_starts: Sequence[int] | npt.NDArray[np.int64],
+        deadline_ns: int,
+    ) -> int: ...
+    def abandon(self, counter: int, ticket: int) -> None: ...
+    def stop(self, link: int, tag: int) -> None: ...
+
+    # What it says
+
+    def take(self, max_records: int = 256) -> list[Record]: ...
+    def stats(self) -> dict[str, int]: ...
+    def trace(self, capacity: int) -> None: ...
+    def take_trace(self) -> list[tuple[int, int, int, int]]: ...
+
+    # Faults on purpose, and the end
+
+    def inject(self, kind: str, nth: int) -> None: ...
+    def disturb(
+        self,
+        seed: int,
+        *,
+        drop: float = 0.0,
+        flip: float = 0.0,
+        fail: float = 0.0,
+        reorder: float = 0.0,
+        slow_ns: int = 0,
+    ) -> None: ...
+    def hold(self, held: bool) -> None: ...
+    def close(self) -> None: ...

@@ -1,0 +1,22 @@
+"""What every fabric must do, as tests.
+
+    class TestMine(Conformance):
+        @pytest.fixture
+        def fabric(self) -> FabricUnderTest:
+            return MyFabric()
+
+A case that a fabric cannot run is skipped by name: those that close under traffic where `fence_proven` is False.
+"""
+
+from __future__ import annotations
+
+from .counting import Counting
+from .fences import Fences
+from .flow import Flow
+from .spoiling import Spoiling
+
+__all__ = ["Conformance"]
+
+
+class Conformance(Counting, Flow, Fences, Spoiling):
+    """All of it: what lands and is counted, how it flows, how it ends, and what switches for faults do."""

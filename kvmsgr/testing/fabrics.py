@@ -1,0 +1,86 @@
+"""The fabrics that are put to the test, and how their pollers are made to go on."""
+
+from __future__ import annotations
+
+import select
+from typing import Protocol, TypedDict, Unpack, cast
+
+from kvmsgr.fabric.inprocess import Air, InProcessPoller
+from kvmsgr.fabric.interface import Poller, StateFile
+from kvmsgr.fabric.libfabric import NativePoller
+
+
+class Options(TypedDict, total=False):
+    """Of a poller; each fabric has defaults for those that are left out."""
+
+    cq_entries: int
+    max_write_bytes: int
+    link_bytes: int
+    op_timeout_ns: int
+    heartbeat_ns: int
+    lease_ns: int
+
+
+class FabricUnderTest(Protocol):
+    """One fabric. Write one for yours and hand it to the suite.
+
+    `closes_in_process`: an endpoint may be closed under traffic while the peer lives in the same process. Where it may
+    not, the suite puts the target into a process of its own, which opens the fabric by `name`.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def fence_proven(self) -> bool: ...
+    @property
+    def closes_in_process(self) -> bool: ...
+    def poller(self, state: StateFile, **options: Unpack[Options]) -> Poller:
+        """Open one more, which can reach the others."""
+
+    def progress(self, poller: Poller) -> None:
+        """Let all pollers go on; return at once when `poller` has records, and after a millisecond at the latest."""
+
+
+def today(options: Options) -> Options:
+    """To be removed."""
+    options = options.copy()
+    if not hasattr(NativePoller, "link_cell"):
+        options.pop("heartbeat_ns", None)
+        options.pop("lease_ns", None)
+    return options
+
+
+class Libfabric:
+    """A provider of libfabric, by its name there. Its pollers have threads."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.fence_proven = name != "tcp;ofi_rxm"
+        self.closes_in_process = name != "shm"
+
+    def poller(self, state: StateFile, **options: Unpack[Options]) -> Poller:
+        return cast(Poller, NativePoller(self.name, state, **today(options)))
+
+    def progress(self, poller: Poller) -> None:
+        select.select([poller.fd], [], [], 0.001)
+
+
+class InProcess:
+    """The in-process fabric: whatever waits pumps all of its pollers, in an order drawn from the seed."""
+
+    name = "inprocess"
+    fence_proven = closes_in_process = True
+
+    def __init__(self, seed: int = 0, *, any_order: bool = False) -> None:
+        self.air = Air(seed, any_order=any_order)
+        self._pollers: list[InProcessPoller] = []
+
+    def poller(self, state: StateFile, **options: Unpack[Options]) -> Poller:
+        poller = InProcessPoller(self.air, state, **options)
+        self._pollers.append(poller)
+        return poller
+
+    def progress(self, poller: Poller) -> None:
+        self._pollers = [each for each in self._pollers if not each.closed]
+        for each in self.air.random.sample(self._pollers, len(self._pollers)):
+            each.pump()

@@ -1,0 +1,86 @@
+"""Two sides, paired by one link."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Unpack
+
+import numpy as np
+
+from .fabrics import FabricUnderTest, Options
+from .remote import open_far
+from .side import IMMEDIATE, NUM_LAYERS, NUM_PAGES, Pairs, Side
+
+SCATTERED = [(page, (page * 7 + 3) % NUM_PAGES) for page in range(NUM_PAGES)]
+"""Every page, and no two neighbours: nothing can be merged."""
+
+
+class Pair:
+    """`source` writes to `target`.
+
+    Args:
+        window: Operations that each side grants the other.
+        closes_under_traffic: The target's link may be closed while it is written to. The target is then in another
+            process where the fabric cannot bear that in one.
+    """
+
+    def __init__(
+        self,
+        fabric: FabricUnderTest,
+        *,
+        window: int = 64,
+        closes_under_traffic: bool = False,
+        **options: Unpack[Options],
+    ) -> None:
+        self.fabric = fabric
+        self.window = window
+        self.far = closes_under_traffic and not fabric.closes_in_process
+        self.source = Side(fabric, **options)
+        self.source.fill()
+        self.target = open_far(fabric.name, **options) if self.far else Side(fabric, **options)
+        self.num_dropped = 0
+        self.connect()
+
+    def connect(self) -> None:
+        """Pair the two by a new link."""
+        self.link, self.target_link = self.source.open_link(), self.target.open_link()
+        self.source.connect(self.link, self.target.place(self.target_link), self.window)
+        self.target.connect(self.target_link, self.source.place(self.link), self.window)
+        self.template = self.source.add_template(self.link)
+
+    def begin(self, pairs: Pairs, *, tag: int = 1, ready: bool = False, num_bumps: int = NUM_LAYERS) -> int:
+        """Arm one transfer of whole pages."""
+        return self.source.begin([((self.link, self.template, IMMEDIATE, tag, ready), pairs)], num_bumps)
+
+    def send(self, num_transfers: int, pairs: Pairs = SCATTERED) -> None:
+        """Transfers that wait for nothing, tagged 0, 1, ..."""
+        order = (self.link, self.template, IMMEDIATE)
+        self.source.begin([((*order, tag, True), pairs) for tag in range(num_transfers)], num_bumps=0)
+
+    def assert_moved(self, pairs: Pairs) -> None:
+        found, sent = self.target.copy(), self.source.pages
+        for src, dst in pairs:
+            np.testing.assert_array_equal(found[:, dst], sent[:, src])
+
+    def settle(self) -> None:
+        """Wait until nothing is in flight and the target has read all that was sent."""
+        self.target.hold(False) if hasattr(self.target.poller, "hold") else None
+
+        def still() -> bool:
+            before = self.source.stats()
+            self.source.wait_rounds(3)
+            self.target.wait_rounds(20)
+            after = self.source.stats()
+            quiet = all(before[stat] == after[stat] for stat in ("posted_writes", "again"))
+            return quiet and after["posted_writes"] == after["completed_writes"]
+
+        self.source.until(still, "nothing in flight")
+
+    def __enter__(self) -> Pair:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if not self.far and not self.fabric.closes_in_process and not self.source.poller.closed and kind is None:
+            self.settle()
+        self.source.close()
+        self.target.close()

@@ -1,0 +1,208 @@
+"""One end of a pair of pollers: its memory, its records, and what tests ask of it."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Unpack
+
+import numpy as np
+import numpy.typing as npt
+
+from kvmsgr.fabric import records
+from kvmsgr.fabric.interface import LayerCounter, Order, Record, Remote, StateFile
+from kvmsgr_protocol import NUM_GENERATIONS, immediate
+
+from .fabrics import FabricUnderTest, Options
+
+ROW_BYTES = 64
+PAGE_ROWS = 16
+PAGE_BYTES = ROW_BYTES * PAGE_ROWS
+NUM_PAGES = 64
+NUM_LAYERS = 4
+LAYER_BYTES = PAGE_BYTES * NUM_PAGES
+ROWS_A_PAGE = PAGE_ROWS * NUM_LAYERS
+DEADLINE_S = 20.0
+SLOT, GENERATION = 5, 3
+BEAT_SLOT = 6
+SLOT_INDEX = immediate.counter_index(SLOT, GENERATION)
+IMMEDIATE = immediate.base(SLOT, GENERATION)
+
+Pairs = Sequence[tuple[int, int]]
+NO_EDGES = np.zeros((0, 4), dtype=np.uint64)
+
+
+class Place(NamedTuple):
+    """Where a peer may write to: what one side tells the other about its link."""
+
+    address: bytes
+    regions: list[Remote]
+    beat: tuple[int, int, int] | None
+
+
+class Side:
+    """A poller with one region of memory: NUM_LAYERS layers of NUM_PAGES pages."""
+
+    def __init__(self, fabric: FabricUnderTest, **options: Unpack[Options]) -> None:
+        self.fabric = fabric
+        self.memory = np.zeros(NUM_LAYERS * LAYER_BYTES, dtype=np.uint8)
+        self.state = StateFile(None, incarnation=secrets.randbits(60))
+        self.poller = fabric.poller(self.state, **options)
+        self.poller.register(self.memory.ctypes.data, self.memory.nbytes)
+        self.counter = LayerCounter(8)
+        self.poller.add_counter(self.counter)
+        self._seen: list[Record] = []
+
+    @property
+    def pages(self) -> npt.NDArray[np.uint8]:
+        """The memory as (layer, page, byte)."""
+        return self.memory.reshape(NUM_LAYERS, NUM_PAGES, PAGE_BYTES)
+
+    # Waiting
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        """Let the pollers go on until it holds."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < deadline, f"not within {DEADLINE_S} s: {what}; {self.stats()}, {self._seen}"
+            self.fabric.progress(self.poller)
+            self._seen += self.poller.take()
+
+    def wait(self, kind: int, ident: int | None = None) -> Record:
+        """The next record of this kind (and id); others that come first are kept for later waits."""
+        fitting: list[Record] = []
+
+        def found() -> bool:
+            fitting[:] = [record for record in self._seen if record[0] == kind and ident in (None, record[1])]
+            return bool(fitting)
+
+        self.until(found, f"record {kind} of {ident}")
+        self._seen.remove(fitting[0])
+        return fitting[0]
+
+    def wait_stat(self, stat: str, least: int) -> None:
+        self.until(lambda: self.stats()[stat] >= least, f"{stat} of at least {least}")
+
+    def wait_rounds(self, num_rounds: int = 50) -> None:
+        """Give the poller time in which it could do what it must not."""
+        self.wait_stat("rounds", self.stats()["rounds"] + num_rounds)
+
+    def wait_time(self, ns: int) -> None:
+        """Let the pollers go on for so long."""
+        end_ns = time.monotonic_ns() + ns
+        self.until(lambda: time.monotonic_ns() >= end_ns, f"{ns} ns to pass")
+
+    def seen(self, *kinds: int) -> list[Record]:
+        """All records of these kinds that nobody has waited for."""
+        while taken := self.poller.take():
+            self._seen += taken
+        return [record for record in self._seen if record[0] in kinds]
+
+    def stats(self) -> dict[str, int]:
+        return self.poller.stats()
+
+    # Links
+
+    def open_link(self) -> int:
+        num_keys = 1 + hasattr(self.poller, "link_cell")
+        link = self.poller.open_link([secrets.randbits(63) for _ in range(num_keys)])
+        self.wait(records.LINK_OPENED, link)
+        return link
+
+    def place(self, link: int) -> Place:
+        """Where a peer may write to, and how it sends heartbeats."""
+        return Place(self.poller.link_address(link), self.poller.link_regions(link), self._beat(link))
+
+    def _beat(self, link: int) -> tuple[int, int, int] | None:
+        if not hasattr(self.state, "link_beat") or not hasattr(self.poller, "link_cell"):
+            return None
+        base, _, key = self.poller.link_cell(link)
+        generation = link % NUM_GENERATIONS
+        self.state.link_beat(BEAT_SLOT, generation, link)
+        return base, key, immediate.base(BEAT_SLOT, generation)
+
+    def connect(self, link: int, place: Place, window: int) -> None:
+        beat = () if place.beat is None else (place.beat,)
+        self.poller.connect_link(link, place.address, place.regions, window, *beat)
+
+    def close_link(self, link: int) -> None:
+        self.poller.close_link(link)
+        self.wait(records.LINK_CLOSED, link)
+
+    def close_under_traffic(self, link: int, *, held: bool = False) -> int:
+        """Close while writes land, or while they are held, and clear the memory. Returns the rows counted by then."""
+        if held:
+            self.poller.close_link(link)
+            self.hold(False)
+            self.wait(records.LINK_CLOSED, link)
+        else:
+            self.until(lambda: self.slot_rows() > 0, "rows landed")
+            self.close_link(link)
+        self.memory[:] = 0
+        return self.slot_rows()
+
+    # What is counted
+
+    def expect(self, num_rows: int, *, attempt: int = 1) -> None:
+        """The attempt counts what lands in the slot that IMMEDIATE names."""
+        self.state.open_attempt(attempt, num_rows, f"attempt-{attempt}")
+        self.state.link_slot(SLOT, GENERATION, attempt)
+
+    def await_slot(self, num_rows: int) -> int:
+        return self.state.await_slot(SLOT, GENERATION, num_rows)
+
+    def slot_rows(self) -> int:
+        return self.state.slot_rows(SLOT, GENERATION)
+
+    def attempt_rows(self, attempt: int = 1) -> int:
+        return self.state.attempt_rows(attempt)
+
+    def is_clear(self) -> bool:
+        return not self.memory.any()
+
+    def fill(self) -> None:
+        """No byte of it is 0, and pages differ."""
+        self.memory[:] = np.random.default_rng(7).integers(1, 256, self.memory.size, dtype=np.uint8)
+
+    def copy(self) -> npt.NDArray[np.uint8]:
+        return self.pages.copy()
+
+    def hold(self, held: bool) -> None:
+        self.poller.hold(held)
+
+    def disturb(self, seed: int, **how: float) -> None:
+        self.poller.disturb(seed, **how)  # type: ignore[arg-type]  # slow_ns is an int
+
+    # Sending
+
+    def add_template(self, link: int) -> int:
+        """Whole pages, one run a page, in every layer; layer l goes at bump l + 1."""
+        runs = np.array([[0, 0, PAGE_BYTES, PAGE_ROWS]], dtype=np.uint64)
+        layers = np.arange(NUM_LAYERS)
+        zeros = np.zeros_like(layers)
+        entries = np.stack([zeros, layers * LAYER_BYTES, zeros, layers * LAYER_BYTES, layers + 1], axis=1)
+        return self.poller.add_template(link, runs, PAGE_BYTES, PAGE_BYTES, entries.astype(np.int64), ROW_BYTES, 2)
+
+    def begin(
+        self,
+        transfers: Sequence[tuple[Order, Pairs]],
+        num_bumps: int = NUM_LAYERS,
+        edges: npt.NDArray[np.uint64] = NO_EDGES,
+    ) -> int:
+        """Arm whole pages of several transfers in one step; `edges` are the first one's."""
+        starts = np.cumsum([0, *(len(pairs) for _, pairs in transfers)])
+        pages = np.array([pair for _, pairs in transfers for pair in pairs], dtype=np.int32).reshape(-1, 2)
+        edge_starts = [0] + [len(edges)] * len(transfers)
+        orders = [order for order, _ in transfers]
+        return self.poller.begin_step(0, num_bumps, orders, pages, starts, edges, edge_starts, int(DEADLINE_S * 1e9))
+
+    def run_step(self, ticket: int, num_bumps: int = NUM_LAYERS) -> None:
+        self.counter.start(ticket)
+        for _ in range(num_bumps):
+            self.counter.bump()
+
+    def close(self) -> None:
+        self.poller.close()
+        self.state.close()
+        del self.counter
