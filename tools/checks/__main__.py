@@ -78,8 +78,8 @@ def main() -> int:
     parser.add_argument(
         "--without-row-comparison",
         action="store_true",
-        help="only run the test of cancelled requests, with the comparison of Drained and counted rows taken out of the "
-        "code: it must fail",
+        help="only run the test of cancelled requests, with the comparison of Drained and counted rows taken out of "
+        "the code: it must fail",
     )
     options = parser.parse_args()
 
