@@ -26,6 +26,7 @@ KvmsgrError
 │   ├── PeerProtocolError       the peer broke the rules, or does not know the request
 │   └── ClosedError             one of the two messengers closed
 ├── FabricStuckError            the polling thread does not come back out of libfabric
+├── StateFileError              a state file cannot be read: another kvmsgr made it, or it is none
 ├── StepLimitError              more steps are announced than a layer counter can tell apart
 └── MessengerClosedError        a call came after close
 """
@@ -192,6 +193,10 @@ class EngineFailedError(TransferError):
 class FabricStuckError(KvmsgrError):
     """The polling thread hangs inside libfabric, as after a shm peer was killed while it held a lock of ours. Nothing
     moves any more: close the messenger and open another; the memory of this one is never freed."""
+
+
+class StateFileError(KvmsgrError):
+    """A state file cannot be read: another version of kvmsgr made it, or it is none, or not ready yet."""
 
 
 class StepLimitError(KvmsgrError):
