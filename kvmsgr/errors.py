@@ -28,6 +28,7 @@ KvmsgrError
 │   └── ClosedError             one of the two messengers closed
 ├── PagesQuarantined            a request is over, and it is not proven yet that nothing can land in its pages
 ├── FabricStuckError            the polling thread does not come back out of libfabric
+├── StateFileError              a state file cannot be read: another kvmsgr made it, or it is none
 ├── StepLimitError              more steps are announced than a layer counter can tell apart
 └── MessengerClosedError        a call came after close
 """
@@ -219,6 +220,10 @@ class PagesQuarantined(KvmsgrError):
 class FabricStuckError(KvmsgrError):
     """The polling thread hangs inside libfabric, as after a shm peer was killed while it held a lock of ours. Nothing
     moves any more: close the messenger and open another; the memory of this one is never freed."""
+
+
+class StateFileError(KvmsgrError):
+    """A state file cannot be read: another version of kvmsgr made it, or it is none, or not ready yet."""
 
 
 class StepLimitError(KvmsgrError):

@@ -209,21 +209,3 @@ def _why(settings: FabricSettings, provider: str, answers: Sequence[str]) -> str
     reach = "every peer is on this host" if settings.local else "peers may be on other hosts"
     failed = f"; tried before: {' / '.join(answers)}" if answers else ""
     return f"{reach}, and {provider} is the best that passed the self-test{failed}"
-
-
-class StateView:
-    """The state file of a messenger of this host, read only. It need not be running."""
-
-    def __init__(self, path: str) -> None:
-        self._state = native.StateFile(path, writable=False)
-
-    def landed_rows(self, request_id: str) -> int | None:
-        """Rows landed for the youngest attempt at a request, None when there is none."""
-        attempt = self._state.find(request_id)
-        return None if attempt is None else self._state.attempt_rows(attempt)
-
-    def __enter__(self) -> StateView:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._state.close()
