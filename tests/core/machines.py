@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from kvmsgr.core import fetch, leg, peer, serve
+from kvmsgr.core import fetch, leg, peer, rotation, serve
 from kvmsgr.core.failure import Failure
 from kvmsgr.core.machine import Machine
 from kvmsgr_protocol import Reason
@@ -46,6 +46,11 @@ EXAMPLES: dict[type, object] = {
     peer.Attached: peer.Attached(),
     peer.Lost: peer.Lost(FAILURE),
     peer.LinksClosed: peer.LinksClosed(),
+    rotation.FenceWanted: rotation.FenceWanted(),
+    rotation.PortOpened: rotation.PortOpened(),
+    rotation.PortFailed: rotation.PortFailed(12),
+    rotation.AllMoved: rotation.AllMoved(),
+    rotation.PortClosed: rotation.PortClosed(),
 }
 
 
@@ -55,6 +60,7 @@ def new_machines() -> dict[type[Machine], Machine]:
         fetch.Fetch: fetch.Fetch("r1", 10),
         serve.Serve: serve.Serve("r1"),
         peer.Peer: peer.Peer("p"),
+        rotation.Rotation: rotation.Rotation("n"),
     }
 
 

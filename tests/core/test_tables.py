@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from kvmsgr.core import fetch, leg, peer, serve
+from kvmsgr.core import fetch, leg, peer, rotation, serve
 from kvmsgr.core.machine import Machine
 from kvmsgr.errors import LocalProtocolError
 
 from .machines import EXAMPLES, events_of, new_machines, starts_of, states_of
 
-KINDS = [leg.Leg, fetch.Fetch, serve.Serve, peer.Peer]
+KINDS = [leg.Leg, fetch.Fetch, serve.Serve, peer.Peer, rotation.Rotation]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 import kvmsgr_protocol as wire
 from kvmsgr_protocol import Reason
 
@@ -81,3 +83,12 @@ MESSAGES: list[wire.Message] = [
     wire.Unknown("r1", 7),
     wire.Goodbye(Reason.closed, "shutting down"),
 ]
+
+_SMALL_GROUP = group(num_heads=1, num_planes=1, num_layers=1)
+SMALL: list[wire.Message] = [
+    *(message for message in MESSAGES if not isinstance(message, wire.Attach | wire.Dispatch)),
+    wire.Attach([wire.RankAttach(0, 0, [_SMALL_GROUP], [REGION], [])], 1, 0.5, 2.0),
+    wire.Attach([wire.RankAttach(0, 0, [], [REGION, REGION], [ENDPOINT], [context()])], 0, 0.5, 2.0),
+    msgspec.structs.replace(next(m for m in MESSAGES if isinstance(m, wire.Dispatch)), num_tokens=1, tokens=b""),
+]
+"""Short ones that hold every field, and an item of every list."""

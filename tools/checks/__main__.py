@@ -14,7 +14,7 @@ from tools.checks.stage import Command, Stage
 
 ROOT = Path(__file__).parents[2]
 PYTHON = sys.executable
-TYPED = ["kvmsgr", "protocol/kvmsgr_protocol", "tools/benchmarks", "tools/checks", "tools/refengine"]
+TYPED = ["kvmsgr", "protocol", *(f"tools/{name}" for name in ("benchmarks", "checks", "refengine", "specification"))]
 COVERED = "*/kvmsgr/core/*,*/kvmsgr/layout/*,*/kvmsgr_protocol/*"  # to the last branch
 
 PROVE_SANITIZERS = Stage("sanitizers catch", [[PYTHON, "-m", "tools.checks.seeded"]], slow=True)
@@ -45,6 +45,8 @@ def stages(fast: bool, pytest_arguments: Sequence[str]) -> list[Stage]:
         Stage("import contracts", [[PYTHON, "-m", "tools.checks.contracts"]]),
         Stage("mypy", [["mypy", *TYPED]]),
         Stage("native stub", [["stubtest", "kvmsgr._ext.native", "--mypy-config-file", "pyproject.toml"]]),
+        Stage("written protocol", [[PYTHON, "-m", "tools.specification", "--check"]]),
+        Stage("protocol vectors", [[PYTHON, "protocol/check_vectors.py"]], quote=" answers checked"),
         Stage("C tests", [[PYTHON, "-m", "tools.checks.native"]]),
         Stage("C tests, ASan and UBSan", [[PYTHON, "-m", "tools.checks.native", "address,undefined"]], slow=True),
         Stage("C tests, TSan", [[PYTHON, "-m", "tools.checks.native", "thread"]], slow=True),

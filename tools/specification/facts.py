@@ -1,0 +1,80 @@
+"""What the types of the messages do not say: who sends each, when, and what answers it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import kvmsgr_protocol as wire
+
+BOTH: Final = "both"
+DECODER: Final = "decoder to prefiller"
+PREFILLER: Final = "prefiller to decoder"
+
+
+@dataclass(frozen=True)
+class Fact:
+    """Args:
+    sender: Who sends the message.
+    when: In which state it may come.
+    answer: What comes back.
+    """
+
+    sender: str
+    when: str
+    answer: str
+
+
+FACTS: Final = {
+    wire.Hello: Fact(BOTH, "first, once", "Attach, or Goodbye where the two do not fit"),
+    wire.Attach: Fact(BOTH, "after both Hellos, once", "none; Goodbye where the layouts do not fit"),
+    wire.Dispatch: Fact(DECODER, "when live, once a leg", "Accept, Busy or Refuse"),
+    wire.Accept: Fact(PREFILLER, "after Dispatch", "none"),
+    wire.Busy: Fact(PREFILLER, "in place of Accept", "none; the leg is over"),
+    wire.Refuse: Fact(PREFILLER, "in place of Accept", "none; the leg is over"),
+    wire.Sent: Fact(PREFILLER, "after Accept, once", "Finished or Failed"),
+    wire.Cancel: Fact(
+        DECODER,
+        "after Dispatch, at any time before Finished or Failed",
+        "Drained; Busy or Refuse where it was not accepted; Unknown where there is no such leg",
+    ),
+    wire.Drained: Fact(PREFILLER, "after Accept, as the last message of a leg that ends early", "none"),
+    wire.Finished: Fact(DECODER, "after Dispatch, once", "none; the leg is over"),
+    wire.Failed: Fact(
+        BOTH,
+        "after Dispatch (decoder) or Accept (prefiller)",
+        "to a decoder's: Drained where posting ends early; to a prefiller's: none, Drained of the prefiller follows",
+    ),
+    wire.Rotate: Fact(BOTH, "when live", "Rotated"),
+    wire.Rotated: Fact(BOTH, "after Rotate, once", "Resume"),
+    wire.Resume: Fact(BOTH, "after Rotated, once", "none"),
+    wire.Restarted: Fact(
+        PREFILLER, "after Accept; Drained of the old attempt follows", "a Dispatch of the new attempt"
+    ),
+    wire.Unknown: Fact(BOTH, "in answer to a message about a leg of which there is no record", "none"),
+    wire.Goodbye: Fact(BOTH, "at any time, as the last message", "the connection is closed"),
+}
+
+MEANINGS: Final = {
+    "request_id": "Name of the request, chosen by the decoder's engine",
+    "attempt": "Number of the attempt, chosen by the decoder, never used twice; with the request id it names the leg",
+    "code": "Why, as a reason code",
+    "reason": "Why, as a text for people",
+    "rows_posted": "Rows posted for the leg in all",
+    "Busy.retry_after_s": "When to try again, as advice; nil: no advice",
+    "Finished.rows": "Rows counted",
+    "Failed.rows": "Rows counted (decoder) or posted (prefiller)",
+    "Failed.expected_rows": "Rows expected",
+    "RankFabric.rank": "The rank",
+    "RankFabric.endpoints": "Its new addresses",
+    "RankFabric.regions": "Its regions with their new keys, in the order of its Attach",
+    "RankSpans.rank": "The rank",
+    "RankSpans.spans": "The pages of the destination there",
+    "Rotate.ranks": "The ranks that have new addresses",
+    "SlotRows.slot": "Slot of the receiver of this message",
+    "SlotRows.generation": "Generation of that slot",
+    "SlotRows.rows": "Rows posted so far with this slot and generation",
+    "Rotated.posted": "Every leg there is a record of",
+    "Restarted.new_attempt": "Number of the attempt that takes its place",
+}
+"""Meanings of fields whose struct does not describe them, by `Struct.field` or by the field alone."""
