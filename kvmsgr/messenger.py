@@ -70,6 +70,8 @@ class Messenger:
             address=config.fabric_address or config.advertise or host,
             incarnation=incarnation,
             cq_entries=config.cq_entries,
+            heartbeat_s=config.heartbeat_s,
+            lease_s=config.lease_s,
             poller_core=config.poller_core,
             poller_spins=config.poller_spins,
             state_dir=config.state_dir,

@@ -35,6 +35,8 @@ class FabricSettings:
     address: str
     incarnation: str
     cq_entries: int
+    heartbeat_s: float
+    lease_s: float
     poller_core: int | None
     poller_spins: bool | None
     state_dir: str | None
@@ -147,8 +149,9 @@ def open_fabric(settings: FabricSettings, regions: Sequence[tuple[int, int]], ow
 
 
 def _open_poller(provider: str, state: native.StateFile, settings: FabricSettings) -> Poller:
+    times = {"heartbeat_ns": int(settings.heartbeat_s * 1e9), "lease_ns": int(settings.lease_s * 1e9)}
     if provider == "inprocess":
-        return InProcessPoller(current_air(), state, cq_entries=settings.cq_entries)
+        return InProcessPoller(current_air(), state, cq_entries=settings.cq_entries, **times)
     poller = native.Poller(
         provider,
         state,
@@ -156,6 +159,7 @@ def _open_poller(provider: str, state: native.StateFile, settings: FabricSetting
         core=-1 if settings.poller_core is None else settings.poller_core,
         cq_entries=settings.cq_entries,
         spin=settings.poller_spins,
+        **(times if hasattr(native.Poller, "link_cell") else {}),  # type: ignore[arg-type]  # to be removed
     )
     return cast(Poller, poller)  # to be removed
 

@@ -97,6 +97,7 @@ class Node:
         self._rounds_seen, self._ticks_still = 0, 0
         self._watchdog = self.loop.call_later(WATCH_S, self._watch_poller)
         self.loop.add_reader(fabric.poller.fd, self._read_records)
+        fabric.drive(self.loop)
 
     # Peers
 
