@@ -178,8 +178,9 @@ def open_fabric(settings: FabricSettings, regions: Sequence[tuple[int, int]], ow
 
 
 def _open_poller(provider: str, state: native.StateFile, settings: FabricSettings) -> Poller:
+    times = {"heartbeat_ns": int(settings.heartbeat_s * 1e9), "lease_ns": int(settings.lease_s * 1e9)}
     if provider == "inprocess":
-        return InProcessPoller(current_air(), state, cq_entries=settings.cq_entries)
+        return InProcessPoller(current_air(), state, cq_entries=settings.cq_entries, **times)
     poller = native.Poller(
         provider,
         state,

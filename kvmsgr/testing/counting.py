@@ -99,8 +99,6 @@ class Counting:
 
     def test_an_awaited_slot_tells_when_its_rows_are_there(self, fabric: FabricUnderTest) -> None:
         with Pair(fabric) as pair:
-            if not hasattr(pair.target.state, "await_slot"):
-                pytest.skip("no await_slot yet")
             pair.target.expect(4 * ROWS_A_PAGE)
             assert pair.target.await_slot(ROWS_A_PAGE) == 0
             pair.begin([(0, 0)], ready=True, num_bumps=0)

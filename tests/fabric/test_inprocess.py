@@ -102,7 +102,6 @@ def test_one_that_vanished_neither_completes_nor_polls(fabric: InProcess) -> Non
     with Pair(fabric, op_timeout_ns=20_000_000, window=4) as pair:
         pair.target.expect(NUM_PAGES * ROWS_A_PAGE)
         inprocess(pair.target.poller).vanish()
-        fabric.air.hold(target_address(pair), completes=False)
         pair.begin(SCATTERED, ready=True, num_bumps=0)
         assert pair.source.wait(records.LINK_FAILED)[2:5:2] == (errno.ETIMEDOUT, FAILED_TIMEOUT)
         assert len(fabric.air.flights()) == 4, "the window"

@@ -69,6 +69,7 @@ class Flight:
     payload: bytes | None = None
     completed: bool = False
     fails: bool = False
+    beats: bool = False
 
     def take_bytes(self) -> bytes:
         if self.payload is None:
@@ -106,10 +107,10 @@ class Air:
     # What tests look at, and switch
 
     def flights(self, address: bytes | None = None) -> list[Flight]:
-        """Writes in the air towards one endpoint, or towards all, in the order of posting."""
+        """Writes in the air towards one endpoint, or towards all, in the order of posting; no heartbeats."""
         with self.lock:
             found = self._endpoints.values() if address is None else [self._endpoints[address]]
-            return [flight for endpoint in found for flight in endpoint.inbox]
+            return [flight for endpoint in found for flight in endpoint.inbox if not flight.beats]
 
     def hold(self, address: bytes, *, completes: bool = True) -> None:
         """Let nothing land at this endpoint. `completes`: whether its writers are told of local completions."""

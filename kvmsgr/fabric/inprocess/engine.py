@@ -241,6 +241,13 @@ class Engine:
             for link in self.links.values():
                 link.heard_ns = self._records.clock()
 
+    def vanish(self) -> None:
+        """Do nothing any more; what is sent to it never completes."""
+        self.vanished = True
+        for link in self.links.values():
+            if link.endpoint is not None:
+                link.endpoint.held, link.endpoint.completes = True, False
+
     def _is_live(self, link: Link) -> bool:
         """Judged by a fresh clock, before anything that a peer might rely on."""
         judged = link.alive and link.beat is not None and not self.held

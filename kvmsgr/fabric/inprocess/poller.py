@@ -334,7 +334,7 @@ class InProcessPoller:
         """Do nothing any more, as if the process were gone: what is sent to it stays in the air, its links stay open
         and silent. Only `close` still works, and takes it all down."""
         with self.air.lock:
-            self._engine.vanished = True
+            self._engine.vanish()
 
     def trace(self, capacity: int) -> None:
         with self.air.lock:

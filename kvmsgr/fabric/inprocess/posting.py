@@ -171,7 +171,7 @@ class Posting:
         assert link.beat is not None
         assert link.endpoint is not None
         offset, key, immediate = link.beat
-        flight = Flight(link.endpoint, link.target, key, offset, memory, 8, immediate)
+        flight = Flight(link.endpoint, link.target, key, offset, memory, 8, immediate, beats=True)
         link.flying[flight] = Operation(link, None, 0, now_ns)
         link.beating = True
         self._air.send(flight)
