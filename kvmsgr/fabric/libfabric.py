@@ -7,7 +7,6 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -169,30 +168,34 @@ def open_fabric(settings: FabricSettings, regions: Sequence[tuple[int, int]], ow
             state.close()
             continue
         choice = FabricChoice(poller.provider, _why(settings, provider, answers))
-        rotates = settings.fence == "rotation" or (settings.fence == "auto" and poller.provider in FEW_QUEUE_PAIRS)
-        return Fabric(poller, state, choice, len(regions), lock(path), rotates)
+        return Fabric(poller, state, choice, len(regions), lock(path), _rotates(settings, provider))
     found = ", ".join(native.providers()) or "none"
     raise FabricUnavailableError(
         f"fabric {settings.fabric!r} cannot be used: {' / '.join(answers)}. libfabric offers here: {found}"
     )
 
 
+def _rotates(settings: FabricSettings, provider: str) -> bool:
+    return settings.fence == "rotation" or (settings.fence == "auto" and provider in FEW_QUEUE_PAIRS)
+
+
 def _open_poller(provider: str, state: native.StateFile, settings: FabricSettings) -> Poller:
     times = {"heartbeat_ns": int(settings.heartbeat_s * 1e9), "lease_ns": int(settings.lease_s * 1e9)}
+    rotates = _rotates(settings, provider)
     if provider == "inprocess":
+        if rotates:
+            raise ConfigError("fence is 'rotation', and the in-process fabric has an endpoint a peer; use 'endpoint'")
         return InProcessPoller(current_air(), state, cq_entries=settings.cq_entries, **times)
-    poller = native.Poller(
+    return native.Poller(
         provider,
         state,
         node=settings.address,
         core=-1 if settings.poller_core is None else settings.poller_core,
         cq_entries=settings.cq_entries,
         spin=settings.poller_spins,
-        heartbeat_ns=int(settings.heartbeat_s * 1e9),
-        lease_ns=int(settings.lease_s * 1e9),
-        shared_endpoint=settings.fence == "rotation" or (settings.fence == "auto" and provider in FEW_QUEUE_PAIRS),
+        shared_endpoint=rotates,
+        **times,
     )
-    return cast(Poller, poller)  # to be removed
 
 
 def _open_state(path: str, incarnation: str) -> native.StateFile:
