@@ -17,7 +17,7 @@ from kvmsgr_protocol.answer import from_json, to_json
 from tests.loopback.engines import Pair, pair, settle, until, within
 from tools.specification.dialogues import dialogues
 
-FABRIC = "inprocess"
+FABRIC = "net"
 END = {"t": "(closed)"}
 
 
@@ -178,7 +178,9 @@ async def live(both: Pair, implementation: str) -> AsyncIterator[Wire]:
     yield Tap(peer._connection, peer)
 
 
-@pytest.mark.parametrize("dialogue", dialogues(), ids=lambda dialogue: f"{dialogue['implementation']}: {dialogue['name']}")
+@pytest.mark.parametrize(
+    "dialogue", dialogues(), ids=lambda dialogue: f"{dialogue['implementation']}: {dialogue['name']}"
+)
 async def test_a_messenger_answers_as_written(dialogue: dict[str, Any]) -> None:
     async with pair(FABRIC, context=False) as both:
         begin = connected(both) if dialogue["begins"] == "connected" else live(both, dialogue["implementation"])
