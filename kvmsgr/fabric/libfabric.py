@@ -50,8 +50,8 @@ class Fabric:
         self._state_lock = state_lock
 
     def open_link(self) -> int:
-        """Start to open an endpoint for one peer, registered under keys that nobody can guess or has seen before."""
-        return self.poller.open_link([secrets.randbits(64) for _ in range(self._num_regions)])
+        """Start to open an endpoint for one peer, with keys for it that nobody can guess or has seen before."""
+        return self.poller.open_link([secrets.randbits(64) for _ in range(self._num_regions + 1)])
 
     def begin_step(
         self,

@@ -9,9 +9,11 @@ from kvmsgr._ext.native import (
     FAILED_CLOSE,
     FAILED_COMPLETION,
     FAILED_CONNECT,
+    FAILED_LEASE,
     FAILED_OPEN,
     FAILED_POST,
     FAILED_REGISTER,
+    FAILED_STUCK,
     FAILED_TIMEOUT,
     FEWER,
     LINK_CLOSED,
@@ -49,6 +51,8 @@ _LINK_CALLS = {
     FAILED_COMPLETION: "a write",
     FAILED_TIMEOUT: "waiting for a write to go on",
     FAILED_CLOSE: "closing an endpoint",
+    FAILED_LEASE: "waiting for a heartbeat of the peer",
+    FAILED_STUCK: "a call that the peer blocks for good, by a lock that shm shares with it,",
 }
 
 

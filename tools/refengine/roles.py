@@ -102,7 +102,7 @@ async def serve(channel: Channel, options: RoleOptions, engine: Engine, messenge
     def look(request_id: str) -> None:
         landed[request_id] = landed_rows(order.decoder_state_path, request_id) or 0
 
-    for kind, nth in (("corrupt", options.corrupt_write), ("drop", options.drop_write)):
+    for kind, nth in (("flip", options.corrupt_write), ("drop", options.drop_write)):
         if nth is not None:
             messenger.inject(kind, nth)
     node = PrefillNode(
