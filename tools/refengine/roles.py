@@ -136,7 +136,7 @@ async def serve(channel: Channel, options: RoleOptions, engine: Engine, messenge
             go_on.wait(options.hold_s)
             go_on.set()
 
-    for kind, nth in (("corrupt", options.corrupt_write), ("drop", options.drop_write)):
+    for kind, nth in (("flip", options.corrupt_write), ("drop", options.drop_write)):
         if nth is not None:
             messenger.inject(kind, nth)
     node = PrefillNode(
