@@ -39,7 +39,7 @@ async def serve(messenger: kvmsgr.Messenger, cache: TestCache, request: kvmsgr.P
 async def main(fabric: str) -> None:
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     cache = TestCache(SHAPES[0])
-    config = kvmsgr.Config(name="prefiller", model="test", fabric=fabric)
+    config = kvmsgr.Config(name="prefiller", model="test", fabric=fabric, lease_s=30.0)
     async with await kvmsgr.Messenger.open(config, cache.describe()) as messenger:
         print(pickle.dumps(messenger.descriptor).hex(), flush=True)
         async for request in messenger.requests():
