@@ -88,7 +88,8 @@ async def cancel_one(side: Side, source: Descriptor, seed: int) -> None:
             await within(fetch)
     owner = asyncio.create_task(next_owner(fetch, side.cache, pages))
     if held:
-        await until(lambda: leg.state is not LegState.draining, "the prefiller said how much it has posted")
+        said = "the prefiller said how much it has posted"
+        await until(lambda: owner.done() or leg.state is not LegState.draining, f"seed {seed}: {said}")
         landed = state.slot_rows(*next(iter(fetch.slots.values())))
         if leg.state is LegState.counting:
             assert fetch.quarantine is not None
