@@ -13,6 +13,8 @@ MAX_NAME = 256
 MAX_CQ_ENTRIES = 1 << 20
 FABRICS = ("auto", "shm", "net", "tcp", "tcp;ofi_rxm", "verbs;ofi_rxm", "efa", "inprocess")
 
+FENCES = ("auto", "endpoint", "rotation")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
@@ -36,6 +38,9 @@ class Config:
         heartbeat_s: How often the polling thread tells each peer that it is there.
         lease_s: A peer whose polling thread has not been heard of for so long is lost: its requests fail, and what it
             could write to is closed. At least twice the peer's `heartbeat_s`.
+        fence: How a lost peer is kept from writing: "endpoint" gives each peer an endpoint of its own, which is closed;
+            "rotation" gives all peers one, and moves those that live to another. "auto": rotation where queue pairs are
+            scarce (efa, verbs), else endpoints.
         quarantine_limit: Share of a cache group's pages (0 to 1) that may be in quarantine before the messenger calls
             itself unhealthy.
         connect_timeout_s: From dialling a peer until requests may go.
@@ -59,6 +64,7 @@ class Config:
     stall_s: float = 2.0
     heartbeat_s: float = 0.5
     lease_s: float = 2.0
+    fence: str = "auto"
     quarantine_limit: float = 0.5
     connect_timeout_s: float = 5.0
     step_timeout_s: float = 60.0
@@ -70,6 +76,8 @@ class Config:
     def __post_init__(self) -> None:
         if self.fabric not in FABRICS:
             raise ConfigError(f"fabric is {self.fabric!r}; known are {', '.join(FABRICS)}")
+        if self.fence not in FENCES:
+            raise ConfigError(f"fence is {self.fence!r}; known are {', '.join(FENCES)}")
         listen = parse(self.listen)
         if isinstance(listen, Tcp) and listen.is_wildcard and self.advertise is None:
             raise ConfigError(f"listen is {self.listen!r}, which no peer can dial; set advertise to this host's name")

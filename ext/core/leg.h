@@ -56,6 +56,13 @@ static inline void kv_leg_posted(const struct kv_state *s, uint32_t tag, uint32_
     atomic_store_explicit(&leg->num_entries, num_entries, memory_order_relaxed);
 }
 
+/* Rows of it that were posted; 0 when no such leg is open. */
+static inline uint64_t kv_leg_rows_posted(const struct kv_state *s, uint32_t tag)
+{
+    struct kv_leg *leg = kv_leg_of(s, tag);
+    return leg ? atomic_load_explicit(&leg->rows_posted, memory_order_acquire) : 0;
+}
+
 /* A step of the leg has shown `bumps` signals. */
 static inline void kv_leg_signalled(const struct kv_state *s, uint32_t tag, uint32_t bumps)
 {

@@ -25,6 +25,10 @@ NativePoller = native.Poller
 providers = native.providers
 StateFile = native.StateFile
 
+FIRST_PORT = 1
+FEW_QUEUE_PAIRS = frozenset({"efa", "verbs;ofi_rxm"})
+"""Where an endpoint a peer does not go far: about 256 queue pairs a network interface."""
+
 
 @dataclass(frozen=True, slots=True)
 class FabricSettings:
@@ -37,13 +41,18 @@ class FabricSettings:
     cq_entries: int
     heartbeat_s: float
     lease_s: float
+    fence: str
     poller_core: int | None
     poller_spins: bool | None
     state_dir: str | None
 
 
 class Fabric:
-    """One poller, its state file, and the registered regions of one messenger."""
+    """One poller, its state file, and the registered regions of one messenger.
+
+    Attributes:
+        rotates: All peers write to one endpoint, which is fenced by opening another one (`rotate`).
+    """
 
     def __init__(
         self,
@@ -52,17 +61,36 @@ class Fabric:
         choice: FabricChoice,
         num_regions: int,
         state_lock: int,
+        rotates: bool,
     ) -> None:
         self.poller = poller
         self.state = state
         self.choice = choice
         self._num_regions = num_regions
         self._state_lock = state_lock
+        self.rotates = rotates
+        self._port, self._next_port = FIRST_PORT, FIRST_PORT
 
     def open_link(self) -> int:
         """Start to open an endpoint for one peer, registered under keys that nobody can guess or has seen before."""
-        num_keys = self._num_regions + hasattr(self.poller, "link_cell")
-        return self.poller.open_link([secrets.randbits(64) for _ in range(num_keys)])
+        return self.poller.open_link(self._new_keys(self._num_regions + 1))  # the last is the heartbeat cell's
+
+    def rotate(self) -> None:
+        """Start to open another endpoint for all peers, under new keys."""
+        self.poller.rotate(self._new_keys(self._num_regions))
+
+    def rotated(self, port: int) -> None:
+        """That endpoint is open."""
+        self._next_port = port
+
+    def close_old_port(self) -> None:
+        """Start to close the endpoint that all peers wrote to before."""
+        self.poller.close_port(self._port)
+        self._port = self._next_port
+
+    @staticmethod
+    def _new_keys(num: int) -> list[int]:
+        return [secrets.randbits(64) for _ in range(num)]
 
     def drive(self, loop: Loop) -> None:
         """Lend the loop to a poller that has no thread of its own."""
@@ -141,7 +169,8 @@ def open_fabric(settings: FabricSettings, regions: Sequence[tuple[int, int]], ow
             state.close()
             continue
         choice = FabricChoice(poller.provider, _why(settings, provider, answers))
-        return Fabric(poller, state, choice, len(regions), lock(path))
+        rotates = settings.fence == "rotation" or (settings.fence == "auto" and poller.provider in FEW_QUEUE_PAIRS)
+        return Fabric(poller, state, choice, len(regions), lock(path), rotates)
     found = ", ".join(native.providers()) or "none"
     raise FabricUnavailableError(
         f"fabric {settings.fabric!r} cannot be used: {' / '.join(answers)}. libfabric offers here: {found}"
@@ -149,9 +178,17 @@ def open_fabric(settings: FabricSettings, regions: Sequence[tuple[int, int]], ow
 
 
 def _open_poller(provider: str, state: native.StateFile, settings: FabricSettings) -> Poller:
-    times = {"heartbeat_ns": int(settings.heartbeat_s * 1e9), "lease_ns": int(settings.lease_s * 1e9)}
+    heartbeat_ns, lease_ns = int(settings.heartbeat_s * 1e9), int(settings.lease_s * 1e9)
+    shared = settings.fence == "rotation" or (settings.fence == "auto" and provider in FEW_QUEUE_PAIRS)
     if provider == "inprocess":
-        return InProcessPoller(current_air(), state, cq_entries=settings.cq_entries, **times)
+        return InProcessPoller(
+            current_air(),
+            state,
+            cq_entries=settings.cq_entries,
+            heartbeat_ns=heartbeat_ns,
+            lease_ns=lease_ns,
+            shared_endpoint=shared,
+        )
     poller = native.Poller(
         provider,
         state,
@@ -159,7 +196,9 @@ def _open_poller(provider: str, state: native.StateFile, settings: FabricSetting
         core=-1 if settings.poller_core is None else settings.poller_core,
         cq_entries=settings.cq_entries,
         spin=settings.poller_spins,
-        **(times if hasattr(native.Poller, "link_cell") else {}),  # type: ignore[arg-type]  # to be removed
+        heartbeat_ns=heartbeat_ns,
+        lease_ns=lease_ns,
+        shared_endpoint=shared,
     )
     return cast(Poller, poller)  # to be removed
 

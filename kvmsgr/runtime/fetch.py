@@ -190,9 +190,11 @@ class Fetch:
         """The endpoint that the peer wrote to is closed, and its completion queue read to the end."""
         self._feed_leg(peer, legs.Fenced())
 
-    def slot_reached(self, peer: PeerDriver) -> None:
-        """As many rows as the peer has posted in all were counted."""
-        self._feed_leg(peer, legs.CountEqual())
+    def slot_reached(self, peer: PeerDriver, rows: int) -> None:
+        """That many rows were counted, which is what was waited for."""
+        leg = self._legs[peer]
+        if leg.rows_posted == rows and leg.state in (legs.LegState.counting, legs.LegState.lost):
+            self._feed_leg(peer, legs.CountEqual())
 
     def rows_counted(self, rows: int) -> None:
         self._feed(core.RowsCounted(rows))

@@ -21,6 +21,7 @@ from kvmsgr_protocol import (
     Resume,
     Rotate,
     Rotated,
+    SlotRows,
     Unknown,
     expected_rows,
 )
@@ -141,6 +142,18 @@ class Inbox:
     def serves(self, peer: PeerDriver) -> bool:
         """Whether a request of that peer is alive here."""
         return any(request.peer is peer for request in self._serves.values())
+
+    def posted_to(self, peer: PeerDriver) -> list[SlotRows]:
+        """Rows posted so far for each request of a peer, as the poller counts them."""
+        return [
+            SlotRows(
+                slot=request.dispatch.slot,
+                generation=request.dispatch.generation,
+                rows=self._node.fabric.state.leg_rows_posted(request.tag),
+            )
+            for request in self._serves.values()
+            if request.peer is peer
+        ]
 
     def peer_lost(self, peer: PeerDriver, failure: Failure) -> None:
         for request in list(self._serves.values()):

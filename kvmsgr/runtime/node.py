@@ -40,6 +40,7 @@ from .inbox import Inbox
 from .ledger import Ledger
 from .pages import PageGuard, check_cover, hold_all, page_indices, release_all
 from .peer import PeerDriver
+from .rotation import RotationDriver
 from .serve import PrefillRequest
 
 if TYPE_CHECKING:
@@ -83,7 +84,8 @@ class Node:
         self._pages = [PageGuard(group.name, group.num_pages) for group in memory.groups]
         self.ledger = Ledger(fabric.state, self._pages, config.quarantine_limit)
         self.connections: set[Connection] = set()
-        self._peers: set[PeerDriver] = set()
+        self.peers: set[PeerDriver] = set()
+        self.rotation = RotationDriver(self)
         self._dialled: dict[Descriptor, PeerDriver] = {}
         self._links: dict[int, PeerDriver] = {}
         self._dials: set[asyncio.Task[None]] = set()
@@ -108,7 +110,7 @@ class Node:
             address = parse(descriptor.address)
             peer = PeerDriver(self, descriptor.name or descriptor.address, descriptor.incarnation)
             self._dialled[descriptor] = peer
-            self._peers.add(peer)
+            self.peers.add(peer)
             task = self.loop.create_task(self._dial(peer, address))
             self._dials.add(task)
             task.add_done_callback(self._dials.discard)
@@ -131,7 +133,7 @@ class Node:
             connection.close()
             return
         peer = PeerDriver(self, "a peer that has not said its name", None)
-        self._peers.add(peer)
+        self.peers.add(peer)
         peer.connection_made(connection)
 
     def track(self, connection: Connection) -> None:
@@ -170,9 +172,13 @@ class Node:
         traffic can crash the process: it stays open until nothing can be under way any more. May be called again."""
         if peer.link is None or peer.link_closing:
             return
-        if self.fabric.poller.fence_proven or not self._may_move(peer):
-            peer.link_closing = True
-            self.fabric.poller.close_link(peer.link)
+        may_move = self._may_move(peer)
+        if may_move and not self.fabric.poller.fence_proven:
+            return
+        peer.link_closing = True
+        self.fabric.poller.close_link(peer.link, fence=may_move)
+        if may_move and self.fabric.rotates:
+            self.rotation.want_fence()
 
     def _may_move(self, peer: PeerDriver) -> bool:
         """Whether something of the peer may still land here, or something of ours be read for it."""
@@ -187,15 +193,16 @@ class Node:
     def peer_lost(self, peer: PeerDriver, failure: Failure) -> None:
         """Every request of the peer fails; the next request to that messenger starts a new epoch."""
         self._dialled = {descriptor: other for descriptor, other in self._dialled.items() if other is not peer}
+        self.rotation.peer_lost(peer)
         for fetch in dict.fromkeys((*self._fetches.values(), *peer.waiting)):
             if fetch.has_leg(peer):
                 fetch.peer_lost(peer, failure)
         self.inbox.peer_lost(peer, failure)
 
     def forget_peer(self, peer: PeerDriver) -> None:
-        self._peers.discard(peer)
+        self.peers.discard(peer)
         self._past = {index: past for index, past in self._past.items() if past[0] is not peer}
-        if self._idle is not None and not self._peers and not self._idle.done():
+        if self._idle is not None and not self.peers and not self._idle.done():
             self._idle.set_result(None)
 
     # Fetches
@@ -371,7 +378,25 @@ class Node:
     def _slot_reached(self, counter_index: int, rows: int, extra: int) -> None:
         if counter_index in self._by_slot:
             fetch, peer = self._by_slot[counter_index]
-            fetch.slot_reached(peer)
+            self.rotation.slot_reached(peer, counter_index)
+            fetch.slot_reached(peer, rows)
+
+    def is_slot_of(self, peer: PeerDriver, counter_index: int) -> bool:
+        """Whether rows in that slot are of a live request at that peer."""
+        return counter_index in self._by_slot and self._by_slot[counter_index][1] is peer
+
+    def _port_opened(self, port: int, value: int, extra: int) -> None:
+        self.fabric.rotated(port)
+        self.rotation.port_opened()
+
+    def _port_failed(self, port: int, errno: int, extra: int) -> None:
+        self.rotation.port_failed(errno)
+
+    def _port_closed(self, port: int, value: int, extra: int) -> None:
+        self.rotation.port_closed()
+
+    def _link_held(self, link: int, value: int, extra: int) -> None:
+        self._links[link].link_held()
 
     def _transfer_ended(self, tag: int, rows: int, extra: int) -> None:
         request = self.inbox.by_tag.get(tag)
@@ -412,6 +437,10 @@ class Node:
         records.LINK_OPENED: _link_opened,
         records.LINK_FAILED: _link_failed,
         records.LINK_CLOSED: _link_closed,
+        records.LINK_HELD: _link_held,
+        records.PORT_OPENED: _port_opened,
+        records.PORT_FAILED: _port_failed,
+        records.PORT_CLOSED: _port_closed,
         records.STEP_ENDED: _step_ended,
         records.STEP_FAULT: _step_failed,
     }
@@ -425,7 +454,7 @@ class Node:
             self.stuck = True
             detail = f"the polling thread has been stuck inside libfabric for {STUCK_TICKS * WATCH_S:g} s"
             log.error("fabric stuck", detail=detail)
-            for peer in list(self._peers):
+            for peer in list(self.peers):
                 peer.lose(Failure(Reason.fabric, detail))
         else:
             self._watchdog = self.loop.call_later(WATCH_S, self._watch_poller)
@@ -438,6 +467,7 @@ class Node:
         Each part is done even if one before it fails.
         """
         self._watchdog.cancel()
+        self.rotation.stop()
         with self.lock:
             self.closing = True
         async with AsyncExitStack() as last_first:
@@ -452,9 +482,9 @@ class Node:
     async def _say_goodbye(self) -> None:
         for task in list(self._dials):
             task.cancel()
-        for peer in list(self._peers):
+        for peer in list(self.peers):
             peer.lose(Failure(Reason.closed, f"{self.config.name} is closing"))
-        if self._peers:
+        if self.peers:
             self._idle = self.loop.create_future()
             await asyncio.wait([self._idle], timeout=CLOSE_LINKS_S)
         await asyncio.gather(*(connection.ended for connection in self.connections))

@@ -24,6 +24,9 @@ from kvmsgr_protocol import (
     RankAttach,
     Reason,
     Region,
+    Resume,
+    Rotate,
+    Rotated,
     VersionMismatch,
     WireError,
     immediate,
@@ -85,7 +88,7 @@ class PeerDriver:
         connection.send(
             Hello(
                 versions=PROTOCOL_VERSIONS,
-                capabilities=[],
+                capabilities=["rotate"],
                 incarnation=self.node.incarnation,
                 name=config.name,
                 software=SOFTWARE,
@@ -102,6 +105,8 @@ class PeerDriver:
                     self._attach(message)
                 case Goodbye(code=code, reason=reason):
                     self.lose(Failure(code, f'{self.name} said goodbye: "{reason}"'))
+                case Rotate() | Rotated() | Resume() if self.machine.state is PeerState.live:
+                    self._rotation(message)
                 case _ if self.machine.state is PeerState.live:
                     self.node.inbox.message_received(self, message)
                 case _:
@@ -139,6 +144,14 @@ class PeerDriver:
         self.node.peer_fenced(self)
         self.feed(core.LinksClosed())
 
+    def link_held(self) -> None:
+        """Nothing of ours is in flight to the peer's old endpoint: what it must count before we go on."""
+        self.send(Rotated(posted=self.node.inbox.posted_to(self)))
+
+    def resume(self) -> None:
+        """The peer has moved to our new endpoint."""
+        self.send(Resume())
+
     def lose(self, failure: Failure) -> None:
         """End the epoch. The first failure is the one that counts."""
         self.failure = self.failure or failure
@@ -175,6 +188,7 @@ class PeerDriver:
             case core.AnnounceLive() if self.machine.state is PeerState.live:
                 self._deadline.cancel()
                 log.info("peer live", peer=self.name, provider=self.node.fabric.choice.provider)
+                self.node.rotation.peer_live(self)
                 for fetch in self.waiting:
                     fetch.peer_live(self)
                 self.waiting.clear()
@@ -239,8 +253,8 @@ class PeerDriver:
             rank=0,
             replica=0,
             groups=list(node.memory.groups),
-            regions=self._regions(),
-            endpoints=[self._endpoint()],
+            regions=self.regions(),
+            endpoints=[self.endpoint()],
             context=list(node.memory.context),
         )
         self.send(
@@ -252,11 +266,11 @@ class PeerDriver:
             )
         )
 
-    def _regions(self) -> list[Region]:
+    def regions(self) -> list[Region]:
         assert self.link is not None
         return [Region(*region) for region in self.node.fabric.poller.link_regions(self.link)]
 
-    def _endpoint(self) -> Endpoint:
+    def endpoint(self) -> Endpoint:
         """Where the peer writes to."""
         assert self.link is not None
         assert self._beat is not None
@@ -313,6 +327,30 @@ class PeerDriver:
             return
         self.templates = [[(self._add(plan), plan) for plan in plans] for plans in self._plans]
         self.context_templates = [self._add(plan) for plan in self._context_plans]
+
+    def _rotation(self, message: Rotate | Rotated | Resume) -> None:
+        assert self.link is not None
+        match message:
+            case Rotate():
+                self._retarget(message)
+            case Rotated():
+                self.node.rotation.rotated(self, message)
+            case Resume():
+                self.node.fabric.poller.resume_link(self.link)
+
+    def _retarget(self, message: Rotate) -> None:
+        """The peer has another endpoint: our writes go there once it has counted all that went to the old one."""
+        assert self.link is not None
+        provider = self.node.fabric.choice.provider
+        rank = message.ranks[0]
+        if len(message.ranks) != 1 or len(rank.endpoints) != 1 or rank.endpoints[0].provider != provider:
+            raise LocalProtocolError(f"Rotate names other ranks, interfaces or providers than Attach ({provider})")
+        endpoint = rank.endpoints[0]
+        regions = [(region.base, region.num_bytes, region.key) for region in rank.regions]
+        try:
+            self.node.fabric.poller.retarget_link(self.link, endpoint.address, regions, _beat_target(endpoint.beat))
+        except (ValueError, OverflowError) as error:
+            self.lose(Failure(Reason.protocol, f"{self.name} cannot be moved with: {error}"))
 
     def _add(self, plan: Template) -> int:
         assert self.link is not None

@@ -21,8 +21,8 @@ log = structlog.get_logger("kvmsgr")
 
 
 class RotationDriver:
-    """The rotations of one messenger. `moving` are the peers that have not moved yet, each with the counters of its slots
-    that have not reached what it posted before it moved; None: it has not said how much that is."""
+    """The rotations of one messenger. `_moving` are the peers that have not moved yet, each with the counters of its
+    slots that have not reached what it posted before it moved; None: it has not said how much that is."""
 
     def __init__(self, node: Node) -> None:
         self._node = node

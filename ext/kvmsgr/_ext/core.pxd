@@ -115,6 +115,7 @@ cdef extern from "leg.h" nogil:
     void kv_state_close_leg(kv_state *s, uint32_t number)
     c_bool kv_state_next_leg(const kv_state *s, uint32_t *entry, kv_leg_view *out)
     void kv_leg_posted(const kv_state *s, uint32_t tag, uint32_t rows, uint32_t entries, uint32_t num_entries)
+    uint64_t kv_leg_rows_posted(const kv_state *s, uint32_t tag)
     void kv_leg_signalled(const kv_state *s, uint32_t tag, uint32_t bumps)
 
 cdef extern from "plan.h" nogil:

@@ -293,6 +293,11 @@ cdef class StateFile:
         self._check(True)
         kv_leg_posted(self.state, tag, rows, entries, num_entries)
 
+    def leg_rows_posted(self, uint32_t number):
+        """Rows of a leg that were posted; 0 when no such leg is open."""
+        self._check(False)
+        return kv_leg_rows_posted(self.state, number)
+
     def leg_signalled(self, uint32_t tag, uint32_t bumps):
         """A step of the leg shows so many bumps."""
         self._check(True)
