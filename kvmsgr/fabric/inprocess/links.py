@@ -99,6 +99,7 @@ class Port:
     endpoint: Endpoint
     keys: tuple[int, ...]
     closed: bool = False
+    asked: bool = False  # to close, by a caller who is told
 
 
 @dataclass(eq=False, slots=True)

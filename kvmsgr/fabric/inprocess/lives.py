@@ -133,6 +133,8 @@ class Lives:
 
     def close(self, link: Link, fence: bool = True) -> None:
         """It ends with the ports that its peer may write to. Where it has one to itself, that is now."""
+        if link.closing:
+            return
         link.closing = True
         self._posting.stop_all(link)
         if not self._shared and link.port is not None:
@@ -141,7 +143,10 @@ class Lives:
             self._end(link)
 
     def close_port(self, number: int) -> None:
-        self._closing += [port for port in self.ports if port.number == number and port not in self._closing]
+        for port in self.ports:
+            if port.number == number and not port.asked:
+                port.asked = True
+                self._closing.append(port)
 
     def go_on_closing(self, emptied: bool) -> bool:
         """A port is closed, then the completion queue is read to its end; then links end that have no other."""
@@ -163,7 +168,7 @@ class Lives:
             link.told.discard(port)
             if link.closing and not link.told and (link.port is None or link.port.closed):
                 self._end(link)
-        if self._shared:
+        if port.asked:
             self._records.report(PORT_CLOSED, port.number, 0)
 
     def _end(self, link: Link) -> None:
