@@ -28,6 +28,7 @@ KvmsgrError
 │   └── ClosedError             one of the two messengers closed
 ├── PagesQuarantined            a request is over, and it is not proven yet that nothing can land in its pages
 ├── FabricStuckError            the polling thread does not come back out of libfabric
+├── StateFileError              a state file cannot be read: another kvmsgr made it, or it is none
 ├── StepLimitError              more steps are announced than a layer counter can tell apart
 └── MessengerClosedError        a call came after close
 """
@@ -200,8 +201,9 @@ class RequestCancelledError(TransferError):
 class PagesQuarantined(KvmsgrError):
     """A request is over, and it is not proven that no write of it can land any more: its pages must not be used.
 
-    The messenger holds them and gives them back by itself; `Fetch.released()` says when. It takes this long only with a
-    peer that has fallen silent, on a provider whose endpoints cannot be closed safely under traffic.
+    The messenger holds them and gives them back by itself; `Fetch.released()` says when. It takes this long with a peer
+    whose polling thread runs while its Python does not answer, and with a lost one on a provider whose endpoints
+    cannot be closed safely under traffic.
 
     Args:
         request_id: The request.
@@ -219,6 +221,10 @@ class PagesQuarantined(KvmsgrError):
 class FabricStuckError(KvmsgrError):
     """The polling thread hangs inside libfabric, as after a shm peer was killed while it held a lock of ours. Nothing
     moves any more: close the messenger and open another; the memory of this one is never freed."""
+
+
+class StateFileError(KvmsgrError):
+    """A state file cannot be read: another version of kvmsgr made it, or it is none, or not ready yet."""
 
 
 class StepLimitError(KvmsgrError):

@@ -7,7 +7,6 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -169,17 +168,20 @@ def open_fabric(settings: FabricSettings, regions: Sequence[tuple[int, int]], ow
             state.close()
             continue
         choice = FabricChoice(poller.provider, _why(settings, provider, answers))
-        rotates = settings.fence == "rotation" or (settings.fence == "auto" and poller.provider in FEW_QUEUE_PAIRS)
-        return Fabric(poller, state, choice, len(regions), lock(path), rotates)
+        return Fabric(poller, state, choice, len(regions), lock(path), _rotates(settings, provider))
     found = ", ".join(native.providers()) or "none"
     raise FabricUnavailableError(
         f"fabric {settings.fabric!r} cannot be used: {' / '.join(answers)}. libfabric offers here: {found}"
     )
 
 
+def _rotates(settings: FabricSettings, provider: str) -> bool:
+    return settings.fence == "rotation" or (settings.fence == "auto" and provider in FEW_QUEUE_PAIRS)
+
+
 def _open_poller(provider: str, state: native.StateFile, settings: FabricSettings) -> Poller:
     heartbeat_ns, lease_ns = int(settings.heartbeat_s * 1e9), int(settings.lease_s * 1e9)
-    shared = settings.fence == "rotation" or (settings.fence == "auto" and provider in FEW_QUEUE_PAIRS)
+    rotates = _rotates(settings, provider)
     if provider == "inprocess":
         return InProcessPoller(
             current_air(),
@@ -187,9 +189,9 @@ def _open_poller(provider: str, state: native.StateFile, settings: FabricSetting
             cq_entries=settings.cq_entries,
             heartbeat_ns=heartbeat_ns,
             lease_ns=lease_ns,
-            shared_endpoint=shared,
+            shared_endpoint=rotates,
         )
-    poller = native.Poller(
+    return native.Poller(
         provider,
         state,
         node=settings.address,
@@ -198,9 +200,8 @@ def _open_poller(provider: str, state: native.StateFile, settings: FabricSetting
         spin=settings.poller_spins,
         heartbeat_ns=heartbeat_ns,
         lease_ns=lease_ns,
-        shared_endpoint=shared,
+        **({'shared_endpoint': True} if rotates else {}),
     )
-    return cast(Poller, poller)  # to be removed
 
 
 def _open_state(path: str, incarnation: str) -> native.StateFile:
@@ -218,21 +219,3 @@ def _why(settings: FabricSettings, provider: str, answers: Sequence[str]) -> str
     reach = "every peer is on this host" if settings.local else "peers may be on other hosts"
     failed = f"; tried before: {' / '.join(answers)}" if answers else ""
     return f"{reach}, and {provider} is the best that passed the self-test{failed}"
-
-
-class StateView:
-    """The state file of a messenger of this host, read only. It need not be running."""
-
-    def __init__(self, path: str) -> None:
-        self._state = native.StateFile(path, writable=False)
-
-    def landed_rows(self, request_id: str) -> int | None:
-        """Rows landed for the youngest attempt at a request, None when there is none."""
-        attempt = self._state.find(request_id)
-        return None if attempt is None else self._state.attempt_rows(attempt)
-
-    def __enter__(self) -> StateView:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._state.close()

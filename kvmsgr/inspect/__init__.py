@@ -1,5 +1,18 @@
-"""Looking into a messenger from outside: its state file is read, the messenger need not answer."""
+"""Looking into messengers from outside: their state files are read, no messenger needs to answer."""
 
-from .state import landed_rows
+from .state import find, host_view, landed_rows, look, snapshot, state_files
+from .views import HostView, LegView, MessengerView, PagesView, Unreadable
 
-__all__ = ["landed_rows"]
+__all__ = [
+    "HostView",
+    "LegView",
+    "MessengerView",
+    "PagesView",
+    "Unreadable",
+    "find",
+    "host_view",
+    "landed_rows",
+    "look",
+    "snapshot",
+    "state_files",
+]

@@ -15,7 +15,8 @@ from kvmsgr._ext import native
 from kvmsgr.errors import ConfigError, FabricUnavailableError
 from kvmsgr.fabric import leftovers
 from kvmsgr.fabric.choice import candidates
-from kvmsgr.fabric.libfabric import FabricSettings, StateView, open_fabric
+from kvmsgr.fabric.libfabric import FabricSettings, open_fabric
+from kvmsgr.fabric.state_view import StateView
 
 
 def settings(fabric: str, local: bool, tmp_path: Path) -> FabricSettings:

@@ -65,7 +65,7 @@ async def test_a_lost_write_is_named_with_its_counts(fabric: str) -> None:
 async def test_a_corrupted_write_keeps_the_count_and_the_source(fabric: str) -> None:
     async with pair(fabric, context=False) as both:
         fetch, request = await started(both)
-        both.prefiller.messenger.inject("corrupt", 1)
+        both.prefiller.messenger.inject("flip", 1)
         both.run(both.prefiller.messenger.begin_step([whole(request)]), 1, SRC)
         await within(fetch)
         both.prefiller.cache.check(1, range(LAYERS), SRC, 0, NUM_TOKENS - 1)

@@ -29,6 +29,12 @@ SEEDS = [
     ("native", "kvmsgr.runtime", "kvmsgr._ext"),
     ("native", "kvmsgr.messenger", "kvmsgr._ext.native"),
     ("native", "kvmsgr.layout", "kvmsgr._ext.native"),
+    ("layers", "kvmsgr.inspect", "kvmsgr.cli"),
+    ("layers", "kvmsgr.runtime", "kvmsgr.inspect"),
+    ("terminal", "kvmsgr.inspect", "click"),
+    ("terminal", "kvmsgr.runtime", "rich"),
+    ("outside", "kvmsgr.cli", "kvmsgr.fabric"),
+    ("outside", "kvmsgr.cli", "kvmsgr.messenger"),
     ("protocol", "kvmsgr_protocol", "kvmsgr.types"),
 ]
 

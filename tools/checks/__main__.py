@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from tools.checks import row_comparison
 from tools.checks.leftovers import Watch
 from tools.checks.stage import Command, Stage
 
@@ -52,6 +53,7 @@ def stages(fast: bool, pytest_arguments: Sequence[str]) -> list[Stage]:
         Stage("C tests, TSan", [[PYTHON, "-m", "tools.checks.native", "thread"]], slow=True),
         PROVE_SANITIZERS,
         pytest_stage(fast, pytest_arguments),
+        Stage("the row comparison", [[PYTHON, "-m", "tools.checks.row_comparison"]], slow=True),
         Stage("wheel", [[PYTHON, "-m", "tools.checks.wheel"]], slow=True),
     ]
     return [stage for stage in every if not (fast and stage.slow)]
@@ -73,6 +75,12 @@ def main() -> int:
         "--prove-sanitizers", action="store_true", help="only prove that the sanitizers catch two deliberate faults"
     )
     parser.add_argument("pytest", nargs="*", metavar="-- ARGUMENT", help="arguments for pytest")
+    parser.add_argument(
+        "--without-row-comparison",
+        action="store_true",
+        help="only run the test of cancelled requests, with the comparison of Drained and counted rows taken out of "
+        "the code: it must fail",
+    )
     options = parser.parse_args()
 
     os.chdir(ROOT)
@@ -80,7 +88,12 @@ def main() -> int:
     check_installed()
     started_s = time.monotonic()
     watch = Watch()
-    chosen = [PROVE_SANITIZERS] if options.prove_sanitizers else stages(options.fast, options.pytest)
+    if options.prove_sanitizers:
+        chosen = [PROVE_SANITIZERS]
+    elif options.without_row_comparison:
+        chosen = [Stage("without row comparison", [row_comparison.command()])]
+    else:
+        chosen = stages(options.fast, options.pytest)
     outcomes = [stage.run() for stage in chosen]
     nothing_left = watch.report()
     print(f"{'ok  ' if nothing_left else 'FAIL'}  nothing left behind")
