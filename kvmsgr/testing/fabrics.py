@@ -19,6 +19,7 @@ class Options(TypedDict, total=False):
     op_timeout_ns: int
     heartbeat_ns: int
     lease_ns: int
+    shared_endpoint: bool
 
 
 class FabricUnderTest(Protocol):
@@ -47,6 +48,7 @@ def today(options: Options) -> Options:
     if not hasattr(NativePoller, "link_cell"):
         options.pop("heartbeat_ns", None)
         options.pop("lease_ns", None)
+        options.pop("shared_endpoint", None)
     return options
 
 

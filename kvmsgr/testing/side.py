@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmsgr.fabric import records
-from kvmsgr.fabric.interface import LayerCounter, Order, Record, Remote, StateFile
+from kvmsgr.fabric.interface import PORT_CLOSED, PORT_OPENED, LayerCounter, Order, Record, Remote, StateFile
 from kvmsgr_protocol import NUM_GENERATIONS, immediate
 
 from .fabrics import FabricUnderTest, Options
@@ -137,10 +137,26 @@ class Side:
             self.hold(False)
             self.wait(records.LINK_CLOSED, link)
         else:
-            self.until(lambda: self.slot_rows() > 0, "rows landed")
+            self.until_landed(1)
             self.close_link(link)
-        self.memory[:] = 0
+        self.clear()
         return self.slot_rows()
+
+    def begin_closing(self, link: int) -> None:
+        self.poller.close_link(link)
+
+    def rotate(self) -> int:
+        """Open another port for all links; returns its number."""
+        self.poller.rotate([secrets.randbits(63)])
+        return self.wait(PORT_OPENED)[1]
+
+    def close_port(self, port: int) -> None:
+        self.poller.close_port(port)
+        self.wait(PORT_CLOSED, port)
+
+    def retarget(self, link: int, place: Place) -> None:
+        assert place.beat is not None
+        self.poller.retarget_link(link, place.address, place.regions, place.beat)
 
     # What is counted
 
@@ -157,6 +173,12 @@ class Side:
 
     def attempt_rows(self, attempt: int = 1) -> int:
         return self.state.attempt_rows(attempt)
+
+    def until_landed(self, least: int) -> None:
+        self.until(lambda: self.slot_rows() >= least, f"{least} rows landed")
+
+    def clear(self) -> None:
+        self.memory[:] = 0
 
     def is_clear(self) -> bool:
         return not self.memory.any()
