@@ -22,8 +22,19 @@ from kvmsgr import Descriptor, Span
 from kvmsgr.core.fetch import FetchState
 from kvmsgr.core.leg import LegState
 from kvmsgr.errors import RequestCancelledError
-
-from .engines import DIM, HEADS, LAYERS, PAGE_TOKENS, PAGES, SHAPES, Side, TestCache, settle, until, within
+from tests.loopback.engines import (
+    DIM,
+    HEADS,
+    LAYERS,
+    PAGE_TOKENS,
+    PAGES,
+    SHAPES,
+    Side,
+    TestCache,
+    settle,
+    until,
+    within,
+)
 
 NUM_SEEDS = 200
 CANARY = -7.0
@@ -33,7 +44,7 @@ LEASE_S = 30.0  # a poller that is held sends no heartbeats on time
 @asynccontextmanager
 async def prefiller(fabric: str) -> AsyncIterator[Descriptor]:
     """A prefiller in a process of its own."""
-    command = [sys.executable, "-m", "tests.loopback.prefiller", fabric]
+    command = [sys.executable, "-m", "tests.lost.prefiller", fabric]
     child = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     assert child.stdout is not None
     try:

@@ -1,4 +1,4 @@
-"""A prefiller in a process of its own, for tests that break something: run as `python -m tests.loopback.prefiller`.
+"""A prefiller in a process of its own, for tests that break something: run as `python -m tests.lost.prefiller`.
 
 It serves every request from source pages [1, 2, 3, ...]; the payload of a request says how its forward goes on:
 "<request number> <bumps of the last step> <chunk length>". After so many bumps the forward stops for good.
@@ -13,8 +13,7 @@ import sys
 import structlog
 
 import kvmsgr
-
-from .engines import LAYERS, PAGE_TOKENS, PAGES, SHAPES, TestCache
+from tests.loopback.engines import LAYERS, PAGE_TOKENS, PAGES, SHAPES, TestCache
 
 SOURCE_PAGES = list(range(1, PAGES))
 
