@@ -158,7 +158,7 @@ async def test_a_peer_that_closes_fails_the_requests_of_the_other(fabric: str, w
 async def test_a_connection_that_breaks_fails_its_requests_and_the_next_one_dials_again() -> None:
     async with pair("net", context=False) as both:
         fetch, request = await started(both)
-        (peer,) = both.decoder.node._peers
+        (peer,) = both.decoder.node.peers
         assert peer._connection is not None
         assert peer._connection._transport is not None
         peer._connection._transport.abort()
