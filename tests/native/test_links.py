@@ -16,6 +16,7 @@ def test_every_listed_provider_that_is_used_passes_the_self_test(provider: str) 
     node = Node(provider)
     node.poller.self_test()
     assert node.poller.provider == provider
+    assert node.poller.fence_proven == (provider != "tcp;ofi_rxm")
     node.close()
 
 

@@ -1,4 +1,4 @@
-"""A prefiller in a process of its own, for tests that break something: run as `python -m tests.loopback.prefiller`.
+"""A prefiller in a process of its own, for tests that break something: run as `python -m tests.lost.prefiller`.
 
 It serves every request from source pages [1, 2, 3, ...]; the payload of a request says how its forward goes on:
 "<request number> <bumps of the last step> <chunk length>". After so many bumps the forward stops for good.
@@ -13,8 +13,7 @@ import sys
 import structlog
 
 import kvmsgr
-
-from .engines import LAYERS, PAGE_TOKENS, PAGES, SHAPES, TestCache
+from tests.loopback.engines import LAYERS, PAGE_TOKENS, PAGES, SHAPES, TestCache
 
 SOURCE_PAGES = list(range(1, PAGES))
 
@@ -39,7 +38,7 @@ async def serve(messenger: kvmsgr.Messenger, cache: TestCache, request: kvmsgr.P
 async def main(fabric: str) -> None:
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     cache = TestCache(SHAPES[0])
-    config = kvmsgr.Config(name="prefiller", model="test", fabric=fabric)
+    config = kvmsgr.Config(name="prefiller", model="test", fabric=fabric, lease_s=30.0)
     async with await kvmsgr.Messenger.open(config, cache.describe()) as messenger:
         print(pickle.dumps(messenger.descriptor).hex(), flush=True)
         async for request in messenger.requests():
