@@ -11,6 +11,7 @@ import numpy.typing as npt
 from kvmsgr._ext import native
 from kvmsgr._ext.native import (
     FAILED_COMPLETION,
+    FAILED_LEASE,
     FAILED_POST,
     FAILED_TIMEOUT,
     SLOT_REACHED,
@@ -38,7 +39,6 @@ __all__ = [
     "StateFile",
 ]
 
-FAILED_LEASE: int = getattr(native, "FAILED_LEASE", 8)
 LINK_HELD: int = getattr(native, "LINK_HELD", 12)
 PORT_OPENED: int = getattr(native, "PORT_OPENED", 13)
 PORT_FAILED: int = getattr(native, "PORT_FAILED", 14)

@@ -200,7 +200,7 @@ def _open_poller(provider: str, state: native.StateFile, settings: FabricSetting
         spin=settings.poller_spins,
         heartbeat_ns=heartbeat_ns,
         lease_ns=lease_ns,
-        **({'shared_endpoint': True} if rotates else {}),
+        **({"shared_endpoint": True} if rotates else {}),
     )
 
 

@@ -45,10 +45,7 @@ class FabricUnderTest(Protocol):
 def today(options: Options) -> Options:
     """To be removed."""
     options = options.copy()
-    if not hasattr(NativePoller, "link_cell"):
-        options.pop("heartbeat_ns", None)
-        options.pop("lease_ns", None)
-        options.pop("shared_endpoint", None)
+    options.pop("shared_endpoint", None)
     return options
 
 

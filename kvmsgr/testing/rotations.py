@@ -84,8 +84,8 @@ class Rotations:
             pair.target.wait(records.LINK_CLOSED, pair.target_link)
             pair.target.clear()
             rows = pair.target.slot_rows()
-            pair.source.wait_rounds(100)
-            pair.target.wait_rounds(100)
+            pair.source.wait_rounds(30)
+            pair.target.wait_rounds(30)
             assert pair.target.is_clear()
             assert pair.target.slot_rows() == rows
             pair.source.poller.close()

@@ -28,6 +28,9 @@ SLOT, GENERATION = 5, 3
 BEAT_SLOT = 6
 SLOT_INDEX = immediate.counter_index(SLOT, GENERATION)
 IMMEDIATE = immediate.base(SLOT, GENERATION)
+WARM_SLOT = 7
+WARM_IMMEDIATE = immediate.base(WARM_SLOT, 0)
+WARM_ATTEMPT = 100
 
 Pairs = Sequence[tuple[int, int]]
 NO_EDGES = np.zeros((0, 4), dtype=np.uint64)
@@ -38,7 +41,7 @@ class Place(NamedTuple):
 
     address: bytes
     regions: list[Remote]
-    beat: tuple[int, int, int] | None
+    beat: tuple[int, int, int]
 
 
 class Side:
@@ -84,14 +87,9 @@ class Side:
     def wait_stat(self, stat: str, least: int) -> None:
         self.until(lambda: self.stats()[stat] >= least, f"{stat} of at least {least}")
 
-    def wait_rounds(self, num_rounds: int = 50) -> None:
+    def wait_rounds(self, num_rounds: int = 20) -> None:
         """Give the poller time in which it could do what it must not."""
         self.wait_stat("rounds", self.stats()["rounds"] + num_rounds)
-
-    def wait_time(self, ns: int) -> None:
-        """Let the pollers go on for so long."""
-        end_ns = time.monotonic_ns() + ns
-        self.until(lambda: time.monotonic_ns() >= end_ns, f"{ns} ns to pass")
 
     def seen(self, *kinds: int) -> list[Record]:
         """All records of these kinds that nobody has waited for."""
@@ -105,26 +103,20 @@ class Side:
     # Links
 
     def open_link(self) -> int:
-        num_keys = 1 + hasattr(self.poller, "link_cell")
-        link = self.poller.open_link([secrets.randbits(63) for _ in range(num_keys)])
+        link = self.poller.open_link([secrets.randbits(63) for _ in range(2)])  # of its region, and of its cell
         self.wait(records.LINK_OPENED, link)
         return link
 
     def place(self, link: int) -> Place:
         """Where a peer may write to, and how it sends heartbeats."""
-        return Place(self.poller.link_address(link), self.poller.link_regions(link), self._beat(link))
-
-    def _beat(self, link: int) -> tuple[int, int, int] | None:
-        if not hasattr(self.state, "link_beat") or not hasattr(self.poller, "link_cell"):
-            return None
         base, _, key = self.poller.link_cell(link)
         generation = link % NUM_GENERATIONS
         self.state.link_beat(BEAT_SLOT, generation, link)
-        return base, key, immediate.base(BEAT_SLOT, generation)
+        beat = base, key, immediate.base(BEAT_SLOT, generation)
+        return Place(self.poller.link_address(link), self.poller.link_regions(link), beat)
 
     def connect(self, link: int, place: Place, window: int) -> None:
-        beat = () if place.beat is None else (place.beat,)
-        self.poller.connect_link(link, place.address, place.regions, window, *beat)
+        self.poller.connect_link(link, place.address, place.regions, window, place.beat)
 
     def close_link(self, link: int) -> None:
         self.poller.close_link(link)
@@ -155,7 +147,6 @@ class Side:
         self.wait(PORT_CLOSED, port)
 
     def retarget(self, link: int, place: Place) -> None:
-        assert place.beat is not None
         self.poller.retarget_link(link, place.address, place.regions, place.beat)
 
     # What is counted
@@ -164,6 +155,10 @@ class Side:
         """The attempt counts what lands in the slot that IMMEDIATE names."""
         self.state.open_attempt(attempt, num_rows, f"attempt-{attempt}")
         self.state.link_slot(SLOT, GENERATION, attempt)
+
+    def expect_warm(self) -> None:
+        self.state.open_attempt(WARM_ATTEMPT, ROWS_A_PAGE, "warm")
+        self.state.link_slot(WARM_SLOT, 0, WARM_ATTEMPT)
 
     def await_slot(self, num_rows: int) -> int:
         return self.state.await_slot(SLOT, GENERATION, num_rows)

@@ -202,6 +202,7 @@ class Lives:
                 link.heard_ns = self._records.clock()
 
     def heard(self, number: int) -> None:
+        self._records.count("beats_heard")
         if number in self.links:
             self.links[number].heard_ns = self._records.clock()
 

@@ -183,7 +183,7 @@ class InProcessPoller:
         address: bytes,
         regions: Sequence[Remote],
         window: int,
-        beat: tuple[int, int, int] | None = None,
+        beat: tuple[int, int, int],
     ) -> None:
         with self.air.lock:
             ours = self._opened(link)
@@ -193,7 +193,7 @@ class InProcessPoller:
                 raise ValueError(f"a window of {window} operations; want at least 1")
             ours.asked = True
             ours.target, ours.regions, ours.window = address, list(regions), window
-            ours.beat = None if beat is None else (address, *beat)
+            ours.beat = (address, *beat)
             self._engine.command(lambda: self._engine.lives.connect(ours))
 
     def close_link(self, link: int, fence: bool = True) -> None:

@@ -172,6 +172,7 @@ class Posting:
         flight = Flight(link.port.endpoint, address, key, offset, memory, 8, immediate, beats=True)
         link.flying[flight] = Operation(link, None, 0, now_ns)
         link.beating = True
+        self._records.count("beats_sent")
         self._air.send(flight)
 
 
