@@ -201,8 +201,9 @@ class RequestCancelledError(TransferError):
 class PagesQuarantined(KvmsgrError):
     """A request is over, and it is not proven that no write of it can land any more: its pages must not be used.
 
-    The messenger holds them and gives them back by itself; `Fetch.released()` says when. It takes this long only with a
-    peer that has fallen silent, on a provider whose endpoints cannot be closed safely under traffic.
+    The messenger holds them and gives them back by itself; `Fetch.released()` says when. It takes this long with a peer
+    whose polling thread runs while its Python does not answer, and with a lost one on a provider whose endpoints
+    cannot be closed safely under traffic.
 
     Args:
         request_id: The request.

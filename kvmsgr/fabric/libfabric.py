@@ -180,12 +180,14 @@ def _rotates(settings: FabricSettings, provider: str) -> bool:
 
 
 def _open_poller(provider: str, state: native.StateFile, settings: FabricSettings) -> Poller:
-    times = {"heartbeat_ns": int(settings.heartbeat_s * 1e9), "lease_ns": int(settings.lease_s * 1e9)}
+    heartbeat_ns, lease_ns = int(settings.heartbeat_s * 1e9), int(settings.lease_s * 1e9)
     rotates = _rotates(settings, provider)
     if provider == "inprocess":
         if rotates:
             raise ConfigError("fence is 'rotation', and the in-process fabric has an endpoint a peer; use 'endpoint'")
-        return InProcessPoller(current_air(), state, cq_entries=settings.cq_entries, **times)
+        return InProcessPoller(
+            current_air(), state, cq_entries=settings.cq_entries, heartbeat_ns=heartbeat_ns, lease_ns=lease_ns
+        )
     return native.Poller(
         provider,
         state,
@@ -193,8 +195,9 @@ def _open_poller(provider: str, state: native.StateFile, settings: FabricSetting
         core=-1 if settings.poller_core is None else settings.poller_core,
         cq_entries=settings.cq_entries,
         spin=settings.poller_spins,
+        heartbeat_ns=heartbeat_ns,
+        lease_ns=lease_ns,
         shared_endpoint=rotates,
-        **times,
     )
 
 

@@ -16,7 +16,7 @@ from kvmsgr.core import leg as legs
 from kvmsgr.core.failure import Failure
 from kvmsgr.core.leg import CLEAN, Leg
 from kvmsgr.core.peer import PeerState
-from kvmsgr.errors import LocalProtocolError, PagesQuarantined, TransferError, transfer_error
+from kvmsgr.errors import FabricStuckError, LocalProtocolError, PagesQuarantined, TransferError, transfer_error
 from kvmsgr_protocol import (
     Accept,
     Busy,
@@ -105,11 +105,14 @@ class Fetch:
         self._feed(core.Cancelled(self.rows_landed, why))
 
     async def released(self) -> None:
-        """Wait until it is proven that no write can land in the destination pages any more. Never raises for a failed
-        transfer.
+        """Wait until it is proven that no write can land in the destination pages any more. Does not raise because the
+        transfer failed.
 
         The proof: every row was counted; or each peer has said how many rows it posted and as many were counted; or the
         endpoint it wrote to is closed. A silent peer is lost after `Config.lease_s`, and its endpoint closed then.
+
+        Raises:
+            FabricStuckError: The messenger was closed, and its endpoints could not be: never use these pages again.
         """
         await asyncio.shield(self._released)
 
@@ -365,6 +368,12 @@ class Fetch:
         """Every endpoint is closed: whatever the state, nothing can land."""
         if not self._released.done():
             self._release_pages()
+
+    def never_released(self, error: FabricStuckError) -> None:
+        """The fabric cannot be closed: no proof will ever come."""
+        if not self._released.done():
+            self._released.set_exception(error)
+            self._released.exception()  # it may never be awaited; closing the messenger has said it
 
     def release_context(self) -> None:
         slot, self._context_slot = self._context_slot, -1

@@ -472,7 +472,6 @@ class Node:
             self.closing = True
         async with AsyncExitStack() as last_first:
             last_first.callback(self.fabric.close)
-            last_first.callback(self._release_fetches)
             last_first.push_async_callback(self._stop_poller)
             last_first.push_async_callback(self._say_goodbye)
             last_first.callback(self.inbox.close)
@@ -492,11 +491,13 @@ class Node:
     async def _stop_poller(self) -> None:
         try:
             await self.loop.run_in_executor(None, self.fabric.stop)
+        except FabricStuckError as error:  # its endpoints are open: what is under way may land one day
+            for fetch in list(self._fetches.values()):
+                fetch.never_released(error)
+            raise
         finally:
             self.loop.remove_reader(self.fabric.poller.fd)
         while self._read_records():  # the end of whatever was still under way
             pass
-
-    def _release_fetches(self) -> None:
         for fetch in list(self._fetches.values()):
             fetch.release_by_fence()
