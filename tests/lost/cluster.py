@@ -85,6 +85,11 @@ class Child:
         """Events of a kind by request, of all requests whose id begins so."""
         return {event["id"]: event for event in self.told(kind) if event["id"].startswith(prefix)}
 
+    def all_released(self, prefix: str) -> bool:
+        """Whether the pages of every such request that began here have come back."""
+        begun = self.of("asked" if self.role == "decoder" else "accepted", prefix)
+        return begun.keys() == self.of("released", prefix).keys()
+
     async def event(self, kind: str, since: int = 0, seconds: float = PATIENCE_S, **fields: object) -> Event:
         """Wait for one."""
 

@@ -9,7 +9,7 @@ from kvmsgr import Descriptor, Span
 from kvmsgr.errors import KvmsgrError, TransferError
 
 from .cache import DESTINATION_OWNER, PAGE_TOKENS, SOURCE_OWNER, num_rows
-from .role import Role
+from .role import Role, tell
 
 
 class Decoder(Role):
@@ -33,7 +33,7 @@ class Decoder(Role):
         while fine and name in self._streaming:
             fine = await self._one(source, f"{name}-{index}-{count}", sizes.randint(*pages), {})
             count += 1
-        self.tell("stream over", name=name, index=index)
+        tell("stream over", name=name, index=index)
 
     async def do_halt(self, name: str) -> None:
         """Let a stream end with what is under way."""
@@ -49,7 +49,7 @@ class Decoder(Role):
     async def do_hold(self, held: bool) -> None:
         """See nothing land."""
         self.messenger._node.fabric.poller.hold(held)
-        self.tell("held", held=held)
+        tell("held", held=held)
 
     async def _one(self, source: Descriptor, id: str, num_pages: int, hints: dict[str, object]) -> bool:
         """Returns whether it arrived."""
@@ -64,12 +64,12 @@ class Decoder(Role):
         except KvmsgrError as error:
             self.problem(f"{id} could not be asked for: {error}")
             return False
-        self.tell("asked", id=id)
+        tell("asked", id=id)
         flaw, arrived = None, False
         try:
             arrival = await fetch
         except TransferError as error:
-            self.tell("failed", id=id, reason=str(error.reason), detail=str(error), rows=fetch.rows_landed)
+            tell("failed", id=id, reason=str(error.reason), detail=str(error), rows=fetch.rows_landed)
         else:
             arrived = True
             flaw = self.cache.flaw(tag, pages, num_positions)
@@ -78,10 +78,10 @@ class Decoder(Role):
             if (arrival.context["hidden"] != tag & 0x7F).any():
                 flaw = f"its context is {arrival.context['hidden']}, and should be {tag & 0x7F} in each byte"
             arrival.release()
-            self.tell("arrived", id=id, rows=arrival.rows)
+            tell("arrived", id=id, rows=arrival.rows)
         await fetch.released()
         before = self.cache.came_back(pages)
-        self.tell("released", id=id, arrived=arrived)
+        tell("released", id=id, arrived=arrived)
         if arrived:
             self.cache.give(pages)
         else:

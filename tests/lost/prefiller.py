@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from kvmsgr import Chunk, PrefillRequest, Span
 
 from .cache import CONTEXT_UNITS, DESTINATION_OWNER, LAYERS, PAGE_TOKENS, RUN, SOURCE_OWNER, num_rows
-from .role import Role
+from .role import Role, tell
 
 CHUNK = RUN * PAGE_TOKENS
 BATCH = 4
@@ -58,7 +58,7 @@ class Prefiller(Role):
 
     async def _serve(self, request: PrefillRequest, tag: int, hold: str | None = None, queue_s: float = 0.0) -> None:
         request.accept()
-        self.tell("accepted", id=request.request_id)
+        tell("accepted", id=request.request_id)
         job = Job(request, tag, hold)
         await self._hold(job, "accepted")
         if queue_s:
@@ -74,9 +74,9 @@ class Prefiller(Role):
         rows = await request.released()
         self.cache.came_back(job.pages)
         job.released = True
-        self.tell("released", id=request.request_id, rows=rows)
+        tell("released", id=request.request_id, rows=rows)
         outcome = await request.outcome()
-        self.tell("outcome", id=request.request_id, ok=outcome.ok, reason=str(outcome.reason), detail=outcome.detail)
+        tell("outcome", id=request.request_id, ok=outcome.ok, reason=str(outcome.reason), detail=outcome.detail)
         async with self._changed:
             if outcome.ok:
                 self.cache.give(job.pages)
@@ -136,5 +136,5 @@ class Prefiller(Role):
                 return
             await asyncio.sleep(0)
         job.hold = None
-        self.tell("held", id=job.request.request_id, point=point, rows=self._rows_posted(job))
+        tell("held", id=job.request.request_id, point=point, rows=self._rows_posted(job))
         await job.request.cancelled()

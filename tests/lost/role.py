@@ -25,6 +25,10 @@ from kvmsgr._ext import native
 from .cache import TaggedCache
 
 
+def tell(event: str, **fields: object) -> None:
+    print(json.dumps({"event": event, "t": time.monotonic(), **fields}), flush=True)
+
+
 class Role:
     """What both roles have. A command "x" is the method `do_x`, its arguments are the rest of the line."""
 
@@ -36,11 +40,8 @@ class Role:
         self.closed = False
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def tell(self, event: str, **fields: object) -> None:
-        print(json.dumps({"event": event, "t": time.monotonic(), **fields}), flush=True)
-
     def problem(self, what: str) -> None:
-        self.tell("problem", what=what)
+        tell("problem", what=what)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
@@ -58,7 +59,7 @@ class Role:
         self.messenger = await kvmsgr.Messenger.open(kvmsgr.Config(**config), *self.cache.describe())
         self.opened()
         descriptor = self.messenger.descriptor
-        self.tell("open", descriptor=[descriptor.address, descriptor.incarnation, descriptor.name])
+        tell("open", descriptor=[descriptor.address, descriptor.incarnation, descriptor.name])
 
     def opened(self) -> None:
         """Start what goes on by itself."""
@@ -68,7 +69,7 @@ class Role:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             pass
-        self.tell("unblocked")
+        tell("unblocked")
 
     async def do_audit(self, give_kept: bool = False) -> None:
         """Look at every byte, and at what the process holds."""
@@ -76,7 +77,7 @@ class Role:
             self.problem(flaw)
         gc.collect()
         node, stats = self.messenger._node, self.messenger.stats()
-        self.tell(
+        tell(
             "audit",
             kept=len(self.cache.kept),
             held=sum(pages.held for pages in node.fabric.state.pages()),
@@ -96,14 +97,16 @@ class Role:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.messenger.close()
         self.closed = True
-        gc.collect()
-        self.tell("closed", left={kind: num for kind, num in native.debug_counters().items() if num})
 
 
-async def obey(role: Role) -> None:
+async def obey(kind: str) -> None:
+    from .decoder import Decoder
+    from .prefiller import Prefiller
+
+    roles: dict[str, type[Role]] = {"decoder": Decoder, "prefiller": Prefiller}
+    role = roles[kind]()
     lines = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
-    role.tell("ready")
     while not role.closed:
         line = await lines.readline()
         if not line:
@@ -113,12 +116,10 @@ async def obey(role: Role) -> None:
 
 
 def main() -> None:
-    from .decoder import Decoder
-    from .prefiller import Prefiller
-
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-    roles: dict[str, type[Role]] = {"decoder": Decoder, "prefiller": Prefiller}
-    asyncio.run(obey(roles[sys.argv[1]]()))
+    asyncio.run(obey(sys.argv[1]))
+    gc.collect()
+    tell("closed", left={kind: num for kind, num in native.debug_counters().items() if num})
 
 
 if __name__ == "__main__":
