@@ -106,6 +106,7 @@ class Child:
         """Wait until what it has told fulfils a condition."""
         deadline = time.monotonic() + seconds
         while not condition():
+            self.check()
             assert not self._reader.done(), f"{self.name} ended; waited for: {what}"
             self._told.clear()
             try:

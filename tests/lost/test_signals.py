@@ -72,7 +72,9 @@ class Scene:
         late = {id: event["t"] - signalled for id, event in side.of("released", "victim-").items()}
         late = {id: after for id, after in late.items() if after > 0}
         assert late, "nothing was under way at the signal"
-        print(f"{len(late)} requests; their pages at the {side.name} {side.role} came back within {max(late.values()):.3f} s")
+        print(
+            f"{len(late)} requests; their pages at the {side.name} {side.role} came back within {max(late.values()):.3f} s"
+        )
         assert max(late.values()) <= seconds, f"too late: {late}"
 
     async def check_bystander(self, more: int = 8) -> None:
