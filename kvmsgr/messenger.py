@@ -177,7 +177,7 @@ class Messenger:
         return steps.begin_step(self._node, chunks, counter)
 
     def inject(self, kind: str, nth: int) -> None:
-        """Spoil the `nth` write from now on, to see a fault found: "drop" loses it, "corrupt" flips a byte of it."""
+        """Spoil the `nth` write from now on, to see a fault found: "drop", "flip" a byte of it, or "fail"."""
         self._node.fabric.poller.inject(kind, nth)
 
     def stats(self) -> dict[str, int]:

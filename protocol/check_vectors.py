@@ -482,14 +482,19 @@ def main() -> int:
         "--implementation", metavar="COMMAND", help="program that answers (default: python -m kvmsgr_protocol.answer)"
     )
     parser.add_argument("--no-schema", action="store_true", help="do not ask the implementation for its JSON Schema")
+    parser.add_argument("--first", action="store_true", help="end at the first difference")
+    parser.add_argument(
+        "--folder", type=Path, default=HERE, help="where schema.json and vectors/ lie (default: beside this program)"
+    )
     parser.add_argument("--show", type=int, default=20, metavar="N", help="show at most N differences (default: 20)")
     options = parser.parse_args()
     default = [sys.executable, "-m", "kvmsgr_protocol.answer"]
     try:
         program = Program(shlex.split(options.implementation) if options.implementation else default)
         try:
-            for report in check(program.ask, with_schema=not options.no_schema):  # noqa: B007  # the last one counts
-                pass
+            for report in check(program.ask, with_schema=not options.no_schema, folder=options.folder):
+                if options.first and (report.differences or report.contradictions):
+                    break
         finally:
             program.close()
     except NoAnswer as error:

@@ -12,6 +12,7 @@ enum kv_command_kind {
     KV_ARM_STEP,         /* object: struct kv_step */
     KV_ABANDON_STEP,     /* object: struct kv_stream, value: ticket */
     KV_STOP_TAG,         /* link: id, value: tag */
+    KV_DISTURB,          /* object: struct kv_disturbance, the poller's to free */
 };
 
 struct kv_command {

@@ -40,51 +40,71 @@ static struct kv_op *find_op(struct kv_poller *p, void *context)
     for (uint32_t slot = 0; slot < KV_MAX_LINKS; slot++) {
         struct kv_link *l = p->links[slot];
         uintptr_t first = l ? (uintptr_t)l->ops : 0;
-        if (first && at >= first && at < first + l->window * sizeof(struct kv_op))
+        if (first && at >= first && at < first + (l->window + 1ul) * sizeof(struct kv_op))
             return context;
     }
     return NULL;
 }
 
-static void read_error(struct kv_poller *p)
+/* A domain of its own says whose an error is, even where the entry does not: its one link's. */
+static struct kv_link *find_owner(struct kv_poller *p, struct kv_domain *d)
+{
+    for (uint32_t slot = 0; slot < KV_MAX_LINKS && d != &p->domain; slot++)
+        if (p->links[slot] && p->links[slot]->port->domain == d)
+            return p->links[slot];
+    return NULL;
+}
+
+static void read_error(struct kv_poller *p, struct kv_domain *d)
 {
     struct fi_cq_err_entry entry = {0};
-    if (fi_cq_readerr(p->domain.cq, &entry, 0) != 1)
+    if (kv_domain_read_error(d, &entry) != 1)
         return;
     bool remote = entry.flags & (FI_REMOTE_CQ_DATA | FI_RECV | FI_REMOTE_WRITE);
     struct kv_op *op = remote ? NULL : find_op(p, entry.op_context);
-    if (!op) {
+    struct kv_link *l = op ? op->link : find_owner(p, d);
+    if (l)
+        kv_link_fail(p, l, entry.err, KV_FAILED_COMPLETION);
+    else
         kv_count(&p->stats.errors, 1);   /* a shared queue does not say whose */
-        return;
-    }
-    kv_link_fail(p, op->link, entry.err, KV_FAILED_COMPLETION);
-    kv_link_retire_op(p, op);
+    if (op)
+        kv_link_retire_op(p, op);
 }
 
-unsigned kv_complete(struct kv_poller *p, bool *emptied)
+static unsigned complete(struct kv_poller *p, struct kv_domain *d)
 {
     struct fi_cq_data_entry entry[KV_CQ_BATCH];
-    ssize_t num = fi_cq_read(p->domain.cq, entry, KV_CQ_BATCH);
-    *emptied = num < KV_CQ_BATCH && num != -FI_EAVAIL;
+    if (d->abandoned || (p->held && !d->unread))
+        return 0;
+    if (kv_look(p) > d->lease_until_ns && !p->held)
+        kv_leases_judge(p, d);
+    ssize_t num = kv_domain_read(d, entry, KV_CQ_BATCH);
+    if (num < KV_CQ_BATCH && num != -FI_EAVAIL)
+        d->unread = false;
     for (ssize_t i = 0; i < num; i++) {
         if (entry[i].flags & FI_REMOTE_CQ_DATA) {
             land(p, (uint32_t)entry[i].data);
         } else if (entry[i].op_context) {
-            kv_count(&p->stats.completed_writes, 1);
             struct kv_op *op = entry[i].op_context;
-            op->link->established = true;
+            kv_count(&p->stats.completed_writes, op->transfer != NULL);
             kv_link_retire_op(p, op);
         }
     }
     if (num >= 0)
         return (unsigned)num;
     if (num == -FI_EAVAIL) {
-        read_error(p);
+        read_error(p, d);
         return 1;
     }
     if (num != -FI_EAGAIN)   /* the queue itself has failed, and with it every link */
-        for (uint32_t slot = 0; slot < KV_MAX_LINKS; slot++)
-            if (p->links[slot])
-                kv_link_fail(p, p->links[slot], (int)-num, KV_FAILED_COMPLETION);
+        kv_links_fail(p, d, (int)-num, KV_FAILED_COMPLETION);
     return 0;
+}
+
+unsigned kv_complete(struct kv_poller *p)
+{
+    unsigned num = 0;
+    KV_EACH(node, &p->domains)
+        num += complete(p, KV_OF(node, struct kv_domain, in_poller));
+    return num;
 }

@@ -1,8 +1,12 @@
-/* What we open of libfabric: one domain with its completion queue, endpoints and registrations in it.
-   One code path for every provider; differences come from what fi_getinfo returned. */
+/* What we open of libfabric: a fabric, domains with their completion queues in it, endpoints and registrations in these.
+   One code path for every provider; differences come from what fi_getinfo returned, and from one property of shm: it
+   shares spin locks with the peers' processes, so there every endpoint has a domain of its own, calls are guarded
+   (guard.h), and a domain in which a call was left is abandoned: nothing of it is ever touched again. */
 #ifndef KV_DOMAIN_H
 #define KV_DOMAIN_H
 #include "error.h"
+#include "guard.h"
+#include "list.h"
 #include <rdma/fabric.h>
 #include <rdma/fi_cm.h>
 #include <rdma/fi_domain.h>
@@ -15,13 +19,13 @@
 #define KV_FI_VERSION FI_VERSION(1, 17)
 #define KV_NAME_BYTES 256
 
-struct kv_domain {
+struct kv_fabric {
     struct fi_info *info;
     struct fid_fabric *fabric;
-    struct fid_domain *domain;
-    struct fid_cq *cq;
+    uint32_t cq_entries;
     bool virtual_addresses;   /* a peer names our bytes by address, else by offset */
-    bool provider_keys;
+    bool shares_locks;        /* with peers' processes: a domain an endpoint, and guarded calls */
+    bool fence_proven;        /* closing an endpoint under traffic stops what lands, and harms nothing */
 };
 
 struct kv_region {
@@ -29,6 +33,21 @@ struct kv_region {
     uint64_t bytes;
     struct fid_mr *mr;
     void *desc;
+};
+
+struct kv_domain {
+    const struct kv_fabric *fabric;
+    struct kv_guard *guard;      /* NULL: calls into it are not guarded */
+    struct fid_domain *domain;
+    struct fid_cq *cq;
+    struct kv_region *sources;   /* what is written from, by index; `beat` is what heartbeats are written from */
+    uint32_t num_sources;
+    struct kv_region beat;
+    struct kv_node in_poller;    /* of the poller's domains, while an endpoint of it is open */
+    uint32_t num_ports;
+    uint64_t lease_until_ns;     /* no lease of its links ends before */
+    bool unread;                 /* an endpoint was closed since the queue last gave fewer entries than asked */
+    bool abandoned;
 };
 
 /* An address vector of its own: efa before 2.2 takes one endpoint on each, shm holds 256 addresses in each, and
@@ -40,21 +59,44 @@ struct kv_endpoint {
     uint8_t name[KV_NAME_BYTES];
 };
 
-/* The RDM providers that take our hints, best first as libfabric ranks them. Returns their number; frees nothing. */
+/* A write with immediate, as fi_writedata takes it. */
+struct kv_put {
+    struct fid_ep *ep;
+    const void *src;
+    size_t bytes;
+    void *desc;
+    uint64_t imm;
+    fi_addr_t to;
+    uint64_t dst, key;
+    void *context;
+};
+
+/* The RDM providers that take our hints, best first as libfabric ranks them. */
 bool kv_providers(char names[][64], size_t capacity, size_t *num, struct kv_error *e);
 
-bool kv_domain_open(struct kv_domain *d, const char *provider, const char *node, size_t cq_entries, struct kv_error *e);
-void kv_domain_close(struct kv_domain *d);
-static inline const char *kv_domain_provider(const struct kv_domain *d) { return d->info->fabric_attr->prov_name; }
+bool kv_fabric_open(struct kv_fabric *f, const char *provider, const char *node, uint32_t cq_entries,
+                    struct kv_error *e);
+void kv_fabric_close(struct kv_fabric *f);
+static inline const char *kv_fabric_provider(const struct kv_fabric *f) { return f->info->fabric_attr->prov_name; }
 
-/* Registers; `access` FI_WRITE for a source, FI_REMOTE_WRITE for a destination. Returns 0 or -errno. */
+/* The functions below return 0 or -errno; -KV_STUCK once their domain is abandoned. */
+int kv_domain_open(struct kv_domain *d, const struct kv_fabric *f, const char **call);
+void kv_domain_close(struct kv_domain *d);
+
+/* Registers; `access` FI_WRITE for a source, FI_REMOTE_WRITE for a destination. */
 int kv_region_open(struct kv_domain *d, struct kv_region *r, uint64_t access, uint64_t key);
-int kv_region_close(struct kv_region *r);
+int kv_region_close(struct kv_domain *d, struct kv_region *r);
+int kv_domain_add_source(struct kv_domain *d, char *address, uint64_t bytes);   /* at most KV_MAX_REGIONS */
 
 int kv_endpoint_open(struct kv_domain *d, struct kv_endpoint *n);
-int kv_endpoint_close(struct kv_endpoint *n);   /* after it nothing lands through the endpoint and it reads nothing */
-int kv_endpoint_connect(struct kv_endpoint *n, const void *name, fi_addr_t *address);
+/* After it nothing lands through the endpoint and it reads nothing. */
+int kv_endpoint_close(struct kv_domain *d, struct kv_endpoint *n);
+int kv_endpoint_connect(struct kv_domain *d, struct kv_endpoint *n, const void *name, fi_addr_t *address);
 
-/* Two endpoints of this domain write to each other the way production does. Before the poller's thread runs. */
-bool kv_domain_self_test(struct kv_domain *d, struct kv_error *e);
+ssize_t kv_domain_read(struct kv_domain *d, struct fi_cq_data_entry *entries, size_t num);
+ssize_t kv_domain_read_error(struct kv_domain *d, struct fi_cq_err_entry *entry);
+ssize_t kv_domain_put(struct kv_domain *d, const struct kv_put *put);
+
+/* Two endpoints of a domain of their own write to each other the way production does. On the caller's thread. */
+bool kv_fabric_self_test(const struct kv_fabric *f, struct kv_error *e);
 #endif

@@ -7,11 +7,26 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define SOURCE_KEY 0x50c0000000000000ull
 #define SUBMIT_WAIT_NS KV_S
 #define JOIN_WAIT_S 5
 
 /* ---- opening and closing ---- */
+static bool open_fabric(struct kv_poller *p, const struct kv_config *config, struct kv_error *e)
+{
+    const char *call;
+    if (!kv_fabric_open(&p->fabric, config->provider, config->node, config->cq_entries, e))
+        return false;
+    if (!p->fabric.shares_locks || kv_guard_prepare(e)) {
+        int rc = kv_domain_open(&p->domain, &p->fabric, &call);
+        if (!rc)
+            return true;
+        kv_error_call(e, KV_NATIVE, call, -rc, "%s failed for provider %s on %s: %s", call, config->provider,
+                      config->node ? config->node : "this machine", fi_strerror(-rc));
+    }
+    kv_fabric_close(&p->fabric);
+    return false;
+}
+
 struct kv_poller *kv_poller_open(const struct kv_config *config, struct kv_state *state, struct kv_error *e)
 {
     struct kv_poller *p = aligned_alloc(64, (sizeof *p + 63) & ~(size_t)63);
@@ -23,24 +38,29 @@ struct kv_poller *kv_poller_open(const struct kv_config *config, struct kv_state
     p->config = *config;
     p->config.provider = p->config.node = NULL;   /* the caller's; not needed later */
     p->state = state;
-    p->now_ns = p->timeouts_checked_ns = kv_now_ns();
+    p->clock = kv_now_ns;
+    p->timeouts_checked_ns = kv_look(p);
     p->commands.bell.fd = p->records.bell.fd = -1;
     kv_list_init(&p->active);
+    kv_list_init(&p->domains);
+    sem_init(&p->front.running, 0, 0);
     pthread_mutex_init(&p->front.lock, NULL);
     if (!kv_commands_init(&p->commands) || !kv_bell_init(&p->records.bell, false)) {
         kv_error_call(e, KV_SYSTEM, "eventfd", errno, "cannot make a bell");
         goto undo;
     }
-    if (!kv_domain_open(&p->domain, config->provider, config->node, config->cq_entries, e))
+    if (!open_fabric(p, config, e))
         goto undo;
     if (!kv_state_attach(state, &p->commands.bell)) {
         kv_error_set(e, KV_FULL, "a state file serves at most %d pollers", KV_MAX_BELLS);
         kv_domain_close(&p->domain);
+        kv_fabric_close(&p->fabric);
         goto undo;
     }
     kv_live(KV_LIVE_POLLERS, 1);
     return p;
 undo:
+    sem_destroy(&p->front.running);
     kv_bell_close(&p->commands.bell);
     kv_bell_close(&p->records.bell);
     pthread_mutex_destroy(&p->front.lock);
@@ -48,7 +68,7 @@ undo:
     return NULL;
 }
 
-/* The thread may be stuck inside libfabric: a shm peer that was killed can have held a lock of our endpoint. */
+/* The thread might be stuck inside libfabric in a way that its guard does not know. */
 static bool join(struct kv_poller *p)
 {
     struct timespec until;
@@ -74,9 +94,8 @@ bool kv_poller_close(struct kv_poller *p)
         kv_poller_wind_down(p);
     }
     kv_state_detach(p->state, &p->commands.bell);
-    for (uint32_t i = 0; i < p->front.num_regions; i++)
-        kv_region_close(&p->front.regions[i]);
     kv_domain_close(&p->domain);
+    kv_fabric_close(&p->fabric);
     for (uint32_t i = 0; i < p->front.num_templates; i++)
         if (p->front.templates[i])
             kv_template_drop(p->front.templates[i]);
@@ -97,6 +116,7 @@ void kv_poller_free(struct kv_poller *p)
         return;   /* the thread may go on one day: nothing it uses is freed */
     kv_bell_close(&p->records.bell);
     pthread_mutex_destroy(&p->front.lock);
+    sem_destroy(&p->front.running);
     free(atomic_load(&p->trace));
     free(p->backlog);
     free(p);
@@ -136,6 +156,13 @@ bool kv_front_start(struct kv_poller *p, struct kv_error *e)
     pthread_attr_destroy(&attributes);
     if (rc)
         return kv_error_call(e, KV_SYSTEM, "pthread_create", rc, "cannot start the poller on core %d", p->config.core);
+    while (sem_wait(&p->front.running))
+        ;   /* interrupted */
+    if (p->front.start_error) {
+        pthread_join(p->front.thread, NULL);
+        return kv_error_call(e, KV_SYSTEM, "timer_create", p->front.start_error,
+                             "cannot make the timer that watches over the poller's calls");
+    }
     pthread_setname_np(p->front.thread, "kvmsgr-poller");
     p->front.started = true;
     return true;
@@ -159,7 +186,7 @@ bool kv_poller_self_test(struct kv_poller *p, struct kv_error *e)
     if (!kv_front_enter(p, e))
         return false;
     kv_front_lock(p);
-    bool ok = !p->front.started ? kv_domain_self_test(&p->domain, e)
+    bool ok = !p->front.started ? kv_fabric_self_test(&p->fabric, e)
                                 : kv_error_set(e, KV_CLOSED, "the self-test comes before the first link or step");
     kv_front_unlock(p);
     kv_front_leave(p);
@@ -171,7 +198,7 @@ int64_t kv_register(struct kv_poller *p, uint64_t address, uint64_t bytes, struc
     if (!kv_front_enter(p, e))
         return -1;
     kv_front_lock(p);
-    uint32_t index = p->front.num_regions;
+    uint32_t index = p->domain.num_sources;
     int64_t result = -1;
     if (p->front.started) {
         kv_error_set(e, KV_CLOSED, "regions are registered before the first link or step");
@@ -179,13 +206,12 @@ int64_t kv_register(struct kv_poller *p, uint64_t address, uint64_t bytes, struc
         kv_error_set(e, KV_INVALID, "region %u of at most %d: %llu bytes at 0x%llx", index, KV_MAX_REGIONS,
                      (unsigned long long)bytes, (unsigned long long)address);
     } else {
-        p->front.regions[index] = (struct kv_region){.address = (char *)(uintptr_t)address, .bytes = bytes};
-        int rc = kv_region_open(&p->domain, &p->front.regions[index], FI_WRITE, SOURCE_KEY + index);
+        int rc = kv_domain_add_source(&p->domain, (char *)(uintptr_t)address, bytes);
         if (rc)
             kv_error_call(e, KV_NATIVE, "fi_mr_reg", -rc, "cannot register %llu bytes with provider %s: %s",
-                          (unsigned long long)bytes, kv_domain_provider(&p->domain), fi_strerror(-rc));
+                          (unsigned long long)bytes, kv_fabric_provider(&p->fabric), fi_strerror(-rc));
         else
-            result = p->front.num_regions++;
+            result = index;
     }
     kv_front_unlock(p);
     kv_front_leave(p);

@@ -24,8 +24,8 @@ static struct kv_link *find_opened_locked(struct kv_poller *p, uint32_t id, stru
 
 static int64_t open_link_locked(struct kv_poller *p, const uint64_t *keys, uint32_t num_keys, struct kv_error *e)
 {
-    if (num_keys != p->front.num_regions) {
-        kv_error_set(e, KV_INVALID, "%u keys for %u regions", num_keys, p->front.num_regions);
+    if (num_keys != p->domain.num_sources + 1) {
+        kv_error_set(e, KV_INVALID, "%u keys for %u regions and a cell", num_keys, p->domain.num_sources);
         return -1;
     }
     uint32_t slot = 0;
@@ -36,7 +36,7 @@ static int64_t open_link_locked(struct kv_poller *p, const uint64_t *keys, uint3
         return -1;
     }
     uint32_t id = (++p->front.links_made << KV_LINK_SLOT_BITS) | slot;
-    struct kv_link *l = kv_link_new(id, p->front.regions, keys, num_keys);
+    struct kv_link *l = kv_link_new(id, p->domain.sources, keys, p->domain.num_sources);
     if (!l) {
         kv_error_memory(e);
         return -1;
@@ -67,12 +67,17 @@ int64_t kv_link_name(struct kv_poller *p, uint32_t id, uint8_t name[KV_NAME_BYTE
         return -1;
     kv_front_lock(p);
     struct kv_link *l = find_opened_locked(p, id, e);
-    int64_t bytes = l ? (int64_t)l->endpoint.name_bytes : -1;
+    int64_t bytes = l ? (int64_t)l->port->endpoint.name_bytes : -1;
     if (l)
-        memcpy(name, l->endpoint.name, l->endpoint.name_bytes);
+        memcpy(name, l->port->endpoint.name, l->port->endpoint.name_bytes);
     kv_front_unlock(p);
     kv_front_leave(p);
     return bytes;
+}
+
+static struct kv_remote_region as_seen(struct kv_poller *p, const struct kv_region *r, uint64_t key)
+{
+    return (struct kv_remote_region){p->fabric.virtual_addresses ? (uintptr_t)r->address : 0, r->bytes, key};
 }
 
 int64_t kv_link_regions(struct kv_poller *p, uint32_t id, struct kv_remote_region *out, struct kv_error *e)
@@ -81,19 +86,30 @@ int64_t kv_link_regions(struct kv_poller *p, uint32_t id, struct kv_remote_regio
         return -1;
     kv_front_lock(p);
     struct kv_link *l = find_opened_locked(p, id, e);
-    int64_t num = l ? (int64_t)l->num_regions : -1;
-    for (int64_t i = 0; i < num; i++) {
-        const struct kv_region *r = &l->regions[i];
-        out[i] = (struct kv_remote_region){
-            p->domain.virtual_addresses ? (uint64_t)(uintptr_t)r->address : 0, r->bytes, l->keys[i]};
-    }
+    int64_t num = l ? (int64_t)l->port->num_regions : -1;
+    for (int64_t i = 0; i < num; i++)
+        out[i] = as_seen(p, &l->port->regions[i], l->port->keys[i]);
     kv_front_unlock(p);
     kv_front_leave(p);
     return num;
 }
 
+bool kv_link_cell(struct kv_poller *p, uint32_t id, struct kv_remote_region *out, struct kv_error *e)
+{
+    if (!kv_front_enter(p, e))
+        return false;
+    kv_front_lock(p);
+    struct kv_link *l = find_opened_locked(p, id, e);
+    if (l)
+        *out = as_seen(p, &l->cell.region, l->cell.key);
+    kv_front_unlock(p);
+    kv_front_leave(p);
+    return l;
+}
+
 bool kv_connect_link(struct kv_poller *p, uint32_t id, const void *name, size_t name_bytes,
-                     const struct kv_remote_region *regions, uint32_t num_regions, uint32_t window, struct kv_error *e)
+                     const struct kv_remote_region *regions, uint32_t num_regions, uint32_t window,
+                     const struct kv_remote_cell *cell, struct kv_error *e)
 {
     if (!kv_front_enter(p, e))
         return false;
@@ -102,7 +118,7 @@ bool kv_connect_link(struct kv_poller *p, uint32_t id, const void *name, size_t 
     bool ok = l;
     if (l && l->connected)
         ok = kv_error_set(e, KV_CLOSED, "link %u is connected already", id);
-    ok = ok && kv_link_set_remote(l, name, name_bytes, regions, num_regions, window, e) &&
+    ok = ok && kv_link_set_remote(l, name, name_bytes, regions, num_regions, window, cell, e) &&
          kv_front_submit(p, (struct kv_command){.kind = KV_CONNECT_LINK, .link = id}, e);
     kv_front_unlock(p);
     kv_front_leave(p);
@@ -144,22 +160,21 @@ static bool room_from(int64_t region, int64_t base, uint32_t num_regions, uint64
 static bool fill_entry(struct kv_poller *p, struct kv_link *l, const struct kv_entry_spec *spec, uint32_t index,
                        struct kv_entry *n, struct kv_error *e)
 {
-    bool src_known = spec->src_region >= 0 && spec->src_region < p->front.num_regions;
+    bool src_known = spec->src_region >= 0 && spec->src_region < p->domain.num_sources;
     bool dst_known = spec->dst_region >= 0 && spec->dst_region < l->num_remote_regions;
-    const struct kv_region *src = src_known ? &p->front.regions[spec->src_region] : NULL;
+    const struct kv_region *src = src_known ? &p->domain.sources[spec->src_region] : NULL;
     const struct kv_remote_region *dst = dst_known ? &l->remote_regions[spec->dst_region] : NULL;
     if (spec->signal < 0 || spec->signal > KV_MAX_BUMPS || !src || !dst ||
-        !room_from(spec->src_region, spec->src_base, p->front.num_regions, src->bytes, &n->src_room) ||
+        !room_from(spec->src_region, spec->src_base, p->domain.num_sources, src->bytes, &n->src_room) ||
         !room_from(spec->dst_region, spec->dst_base, l->num_remote_regions, dst->bytes, &n->dst_room))
         return kv_error_set(e, KV_INVALID, "entry %u: no such place: source region %lld at %lld of %u regions, "
                             "destination region %lld at %lld of %u regions, signal %lld",
                             index, (long long)spec->src_region,
-                            (long long)spec->src_base, p->front.num_regions, (long long)spec->dst_region,
+                            (long long)spec->src_base, p->domain.num_sources, (long long)spec->dst_region,
                             (long long)spec->dst_base, l->num_remote_regions, (long long)spec->signal);
     n->src = src->address + spec->src_base;
-    n->desc = src->desc;
     n->dst = dst->base + (uint64_t)spec->dst_base;
-    n->key = dst->key;
+    n->src_region = (uint32_t)spec->src_region, n->dst_region = (uint32_t)spec->dst_region;
     n->signal = (uint64_t)spec->signal;
     return true;
 }

@@ -1,5 +1,6 @@
 /* The callers' side: steps, and what looks on. */
 #include "front.h"
+#include <sched.h>
 #include <stdlib.h>
 
 static struct kv_template *hold_template(struct kv_poller *p, const struct kv_order *o, struct kv_error *e)
@@ -125,14 +126,56 @@ void kv_stats_read(struct kv_poller *p, uint64_t values[KV_NUM_STATS])
         values[i] = atomic_load_explicit(&stats[i], memory_order_relaxed);
 }
 
+/* ---- faults on purpose ---- */
 bool kv_inject(struct kv_poller *p, enum kv_fault fault, uint64_t nth, struct kv_error *e)
 {
     if (!nth || nth > INT64_MAX)
         return kv_error_set(e, KV_INVALID, "writes are counted from 1");
-    atomic_store_explicit(&p->faults.left[fault], (int64_t)nth, memory_order_relaxed);
+    kv_fault_inject(&p->faults, fault, (int64_t)nth);
     return true;
 }
 
+bool kv_disturb(struct kv_poller *p, const struct kv_disturbance *d, struct kv_error *e)
+{
+    double sum = 0;
+    for (enum kv_fault fault = KV_FAULT_DROP; fault < KV_NUM_FAULTS; fault++)
+        sum += d->chance[fault] >= 0 ? d->chance[fault] : 2;
+    if (!(sum <= 1))
+        return kv_error_set(e, KV_INVALID, "chances are 0 to 1, and 1 at most in all");
+    if (!kv_front_enter(p, e))
+        return false;
+    struct kv_disturbance *copy = malloc(sizeof *copy);
+    bool ok = copy || kv_error_memory(e);
+    if (ok)
+        *copy = *d;
+    if (ok && !kv_front_submit(p, (struct kv_command){.kind = KV_DISTURB, .object = copy}, e)) {
+        free(copy);
+        ok = false;
+    }
+    kv_front_leave(p);
+    return ok;
+}
+
+bool kv_hold(struct kv_poller *p, bool hold, struct kv_error *e)
+{
+    if (!kv_front_enter(p, e))
+        return false;
+    atomic_store_explicit(&p->hold, hold, memory_order_release);
+    kv_front_lock(p);
+    bool started = p->front.started;
+    kv_front_unlock(p);
+    uint64_t rounds = atomic_load_explicit(&p->stats.rounds, memory_order_acquire), limit_ns = kv_now_ns() + KV_S;
+    bool ok = true;   /* the round under way may not have seen it; the one after it has */
+    while (ok && started && atomic_load_explicit(&p->stats.rounds, memory_order_acquire) - rounds < 2) {
+        kv_bell_ring(&p->commands.bell);
+        sched_yield();
+        ok = kv_now_ns() < limit_ns || kv_error_set(e, KV_FULL, "the poller made no two rounds within a second");
+    }
+    kv_front_leave(p);
+    return ok;
+}
+
+/* ---- the trace ---- */
 bool kv_trace_on(struct kv_poller *p, uint32_t capacity, struct kv_error *e)
 {
     struct kv_trace *t = calloc(1, sizeof *t + capacity * sizeof *t->marks), *none = NULL;

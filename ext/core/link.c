@@ -7,33 +7,35 @@
 /* ---- callers' side ---- */
 struct kv_link *kv_link_new(uint32_t id, const struct kv_region *regions, const uint64_t *keys, uint32_t num_regions)
 {
-    struct kv_link *l = calloc(1, sizeof *l + num_regions * (sizeof *l->regions + sizeof *l->keys));
-    if (!l)
+    struct kv_link *l = calloc(1, sizeof *l);
+    if (!l || !(l->port = kv_port_new(regions, keys, num_regions))) {
+        free(l);
         return NULL;
-    l->id = id;
-    l->num_regions = num_regions;
-    l->regions = (void *)(l + 1);
-    l->keys = (void *)(l->regions + num_regions);
-    for (uint32_t i = 0; i < num_regions; i++) {
-        l->regions[i] = (struct kv_region){.address = regions[i].address, .bytes = regions[i].bytes};
-        l->keys[i] = keys[i];
     }
+    l->id = id;
+    l->cell.region = (struct kv_region){.address = (char *)&l->cell.beats, .bytes = sizeof l->cell.beats};
+    l->cell.key = keys[num_regions];
+    l->beat_due_ns = l->lease_until_ns = UINT64_MAX;
+    kv_list_init(&l->cell.in_process);
     kv_list_init(&l->idle_ops);
     kv_list_init(&l->flying_ops);
     kv_list_init(&l->in_active);
     kv_list_init(&l->transfers);
     kv_list_init(&l->queue);
+    kv_list_init(&l->asides);
     kv_live(KV_LIVE_LINKS, 1);
     return l;
 }
 
 bool kv_link_set_remote(struct kv_link *l, const void *name, size_t name_bytes, const struct kv_remote_region *regions,
-                        uint32_t num_regions, uint32_t window, struct kv_error *e)
+                        uint32_t num_regions, uint32_t window, const struct kv_remote_cell *cell, struct kv_error *e)
 {
     if (!window || name_bytes > sizeof l->remote_name)
         return kv_error_set(e, KV_INVALID, "a window of %u operations and an address of %zu bytes; want at least 1 and "
                             "at most %zu", window, name_bytes, sizeof l->remote_name);
-    struct kv_op *ops = calloc(window, sizeof *ops);
+    if (cell->imm & (KV_MAX_ROWS - 1))
+        return kv_error_set(e, KV_INVALID, "immediate 0x%x of the heartbeats already carries rows", cell->imm);
+    struct kv_op *ops = calloc((size_t)window + 1, sizeof *ops);
     struct kv_remote_region *copy = malloc((num_regions + 1) * sizeof *copy);
     if (!ops || !copy) {
         free(ops);
@@ -45,11 +47,14 @@ bool kv_link_set_remote(struct kv_link *l, const void *name, size_t name_bytes, 
         memcpy(copy, regions, num_regions * sizeof *copy);
     l->remote_regions = copy;
     l->num_remote_regions = num_regions;
+    l->remote_cell = *cell;
     l->window = window;
     l->ops = ops;
-    for (uint32_t i = 0; i < window; i++) {
+    for (uint32_t i = 0; i <= window; i++) {
         ops[i].link = l;
-        kv_list_append(&l->idle_ops, &ops[i].node);
+        kv_list_init(&ops[i].node);
+        if (i < window)
+            kv_list_append(&l->idle_ops, &ops[i].node);
     }
     l->connected = true;
     return true;
@@ -57,6 +62,7 @@ bool kv_link_set_remote(struct kv_link *l, const void *name, size_t name_bytes, 
 
 void kv_link_free(struct kv_link *l)
 {
+    kv_port_free(l->port);
     free(l->ops);
     free(l->remote_regions);
     free(l);
@@ -72,20 +78,20 @@ struct kv_link *kv_link_find(struct kv_poller *p, uint32_t id)
 
 void kv_link_open(struct kv_poller *p, struct kv_link *l)
 {
+    enum kv_link_failure what;
     p->links[kv_link_slot(l->id)] = l;
-    int rc = kv_endpoint_open(&p->domain, &l->endpoint);
+    int rc = kv_port_open(p, l->port, &what);
+    if (!rc) {
+        what = KV_FAILED_REGISTER;
+        rc = kv_region_open(l->port->domain, &l->cell.region, FI_REMOTE_WRITE, l->cell.key);
+    }
     if (rc) {
-        kv_link_fail(p, l, -rc, KV_FAILED_OPEN);
+        kv_link_fail(p, l, -rc, what);
         return;
     }
-    for (uint32_t i = 0; i < l->num_regions; i++) {
-        rc = kv_region_open(&p->domain, &l->regions[i], FI_REMOTE_WRITE, l->keys[i]);
-        if (rc) {
-            kv_link_fail(p, l, -rc, KV_FAILED_REGISTER);
-            return;
-        }
-        l->keys[i] = fi_mr_key(l->regions[i].mr);   /* ours, unless the provider makes them */
-    }
+    l->cell.key = fi_mr_key(l->cell.region.mr);
+    if (p->fabric.shares_locks)
+        kv_cell_publish(&l->cell);
     atomic_store_explicit(&l->opened, true, memory_order_release);
     kv_report(p, KV_LINK_OPENED, l->id, 0, 0);
 }
@@ -94,9 +100,11 @@ void kv_link_connect(struct kv_poller *p, struct kv_link *l)
 {
     if (l->failed)
         return;
-    int rc = kv_endpoint_connect(&l->endpoint, l->remote_name, &l->address);
+    int rc = kv_endpoint_connect(l->port->domain, &l->port->endpoint, l->remote_name, &l->address);
     if (rc)
         kv_link_fail(p, l, -rc, KV_FAILED_CONNECT);
+    else
+        kv_lease_begin(p, l);
     p->young_until_ns = kv_now_ns() + 2 * KV_S;
 }
 
@@ -112,8 +120,17 @@ void kv_link_fail(struct kv_poller *p, struct kv_link *l, int error, enum kv_lin
     if (l->failed || l->closing)
         return;
     l->failed = true;
+    if (kv_port_abandoned(l->port))
+        error = KV_STUCK, what = KV_FAILED_STUCK;
     kv_report(p, KV_LINK_FAILED, l->id, (uint64_t)error, what);
     stop_transfers(p, l);
+}
+
+void kv_links_fail(struct kv_poller *p, struct kv_domain *d, int error, enum kv_link_failure what)
+{
+    for (uint32_t slot = 0; slot < KV_MAX_LINKS; slot++)
+        if (p->links[slot] && p->links[slot]->port->domain == d)
+            kv_link_fail(p, p->links[slot], error, what);
 }
 
 void kv_link_stop_tag(struct kv_poller *p, struct kv_link *l, uint32_t tag)
@@ -127,31 +144,40 @@ void kv_link_stop_tag(struct kv_poller *p, struct kv_link *l, uint32_t tag)
 
 /* ---- closing: a fence; it is over when nothing can land and nothing of ours is read any more ---- */
 /* libfabric 1.17's net frees a listener but not what it has just accepted, and crashes when the peer's request comes in
-   after that. A link that never completed anything may be in the middle of this: it is polled a little longer. */
+   after that. A peer that has been heard for a while has nothing of the kind under way; for others we poll on first. */
 #define LINGER_NS (2 * KV_MS)
+#define CONNECT_LINGER_NS (20 * KV_MS)
+
+static uint64_t safe_to_close_ns(struct kv_poller *p, const struct kv_link *l)
+{
+    if (p->fabric.shares_locks)
+        return 0;   /* it does not listen */
+    if (l->heard_ns)
+        return l->heard_ns + LINGER_NS;
+    return l->closing_since_ns + (l->lease_until_ns == UINT64_MAX ? LINGER_NS : CONNECT_LINGER_NS);
+}
 
 void kv_link_close(struct kv_poller *p, struct kv_link *l)
 {
     if (l->closing)
         return;
     l->closing = true;
-    l->close_at_ns = l->established ? 0 : kv_now_ns() + LINGER_NS;
+    l->closing_since_ns = kv_look(p);
     p->num_closing++;
+    kv_cell_withdraw(&l->cell);
     stop_transfers(p, l);
-    if (l->established)
-        kv_link_go_on_closing(p, false);
+    kv_link_go_on_closing(p);
 }
 
-static void close_endpoint(struct kv_poller *p, struct kv_link *l)
+static void close_port(struct kv_poller *p, struct kv_link *l)
 {
-    int rc = kv_endpoint_close(&l->endpoint);
-    for (uint32_t i = 0; i < l->num_regions && !rc; i++)
-        rc = kv_region_close(&l->regions[i]);
-    l->closed = !rc;
+    int rc = kv_port_close(l->port);
+    if (!rc && l->port->domain)
+        rc = kv_region_close(l->port->domain, &l->cell.region);
     if (rc) {   /* no fence: it is never reported closed */
         kv_count(&p->stats.errors, 1);
         kv_report(p, KV_LINK_FAILED, l->id, (uint64_t)-rc, KV_FAILED_CLOSE);
-        l->close_at_ns = UINT64_MAX;
+        l->unclosable = true;
         p->num_closing--;
     }
 }
@@ -168,17 +194,17 @@ static void end_link(struct kv_poller *p, struct kv_link *l)
     atomic_store_explicit(&p->link_slot_busy[slot], false, memory_order_release);
 }
 
-void kv_link_go_on_closing(struct kv_poller *p, bool emptied)
+void kv_link_go_on_closing(struct kv_poller *p)
 {
-    uint64_t now_ns = kv_now_ns();
+    kv_look(p);
     for (uint32_t slot = 0; slot < KV_MAX_LINKS; slot++) {
         struct kv_link *l = p->links[slot];
-        if (!l || !l->closing)
+        if (!l || !l->closing || l->unclosable)
             continue;
-        if (l->closed && emptied)
+        if (!l->port->closed && p->now_ns >= safe_to_close_ns(p, l))
+            close_port(p, l);
+        if (l->port->closed && !(l->port->domain && l->port->domain->unread))
             end_link(p, l);
-        else if (!l->closed && now_ns >= l->close_at_ns)
-            close_endpoint(p, l);
     }
 }
 
@@ -198,24 +224,34 @@ void kv_link_check_timeouts(struct kv_poller *p)
     }
 }
 
+/* ---- operations ---- */
+void kv_link_fly(struct kv_poller *p, struct kv_op *op, uint32_t bytes)
+{
+    struct kv_link *l = op->link;
+    op->bytes = bytes;
+    op->posted_ns = p->now_ns;
+    kv_list_rotate(&l->flying_ops, &op->node);
+    l->flying_bytes += bytes;
+    p->num_flying++;
+}
+
 void kv_link_retire_op(struct kv_poller *p, struct kv_op *op)
 {
     struct kv_link *l = op->link;
     struct kv_transfer *x = op->transfer;
     kv_list_remove(&op->node);
-    kv_list_insert(&l->idle_ops, &op->node);   /* the warmest first */
     l->flying_bytes -= op->bytes;
-    l->again_since_ns = 0;
     p->num_flying--;
+    if (!x) {
+        l->beating = false;
+        return;
+    }
+    kv_list_insert(&l->idle_ops, &op->node);   /* the warmest first */
+    l->again_since_ns = 0;
     if (op->scratch) {
-        kv_fault_drop_copy(op->scratch);
+        kv_fault_drop_copy(l->port->domain, op->scratch);
         op->scratch = NULL;
     }
     x->in_flight--;
     kv_transfer_settle(p, x);
-}
-
-void kv_link_heard(struct kv_poller *p, uint32_t link)
-{
-    (void)p, (void)link;
 }

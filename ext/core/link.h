@@ -1,11 +1,11 @@
-/* A link: one endpoint of ours paired with one of a peer, with its own registrations and its own keys.
+/* A link: a port of ours paired with an endpoint of a peer.
 
-   Callers make it (front.c) and hand it to the poller's thread, which opens, connects and closes it. What a caller may
-   read of it is written before `opened` is set; what the poller reads of a connect, before that command is pushed. */
+   Callers make it (front_links.c) and hand it to the poller's thread, which opens, connects and closes it. What a caller
+   may read of it is written before `opened` is set; what the poller reads of a connect, before that command is pushed. */
 #ifndef KV_LINK_H
 #define KV_LINK_H
-#include "domain.h"
 #include "list.h"
+#include "port.h"
 #include "records.h"
 #include "transfer.h"
 
@@ -16,64 +16,98 @@ struct kv_op {
     struct fi_context2 context;   /* first: a completion gives it back */
     struct kv_node node;          /* of the link's ops in flight, oldest first, or of its idle ones */
     struct kv_link *link;
-    struct kv_transfer *transfer;
-    struct kv_region *scratch;    /* of a write that an injected fault corrupted */
+    struct kv_transfer *transfer; /* NULL: a heartbeat */
+    struct kv_region *scratch;    /* of a write that an injected fault flipped a byte of */
     uint64_t posted_ns;
     uint32_t bytes;
 };
 
 struct kv_remote_region { uint64_t base, bytes, key; };
 
+/* 8 bytes of ours that a peer's heartbeats are written to. */
+struct kv_cell {
+    _Atomic uint64_t beats;       /* of a peer in this process, see lease.c */
+    struct kv_region region;
+    uint64_t key;
+    struct kv_node in_process;
+};
+
+/* Where a peer wants our heartbeats. */
+struct kv_remote_cell { uint64_t base, key; uint32_t imm; };
+
 struct kv_link {
     uint32_t id;                  /* number << KV_LINK_SLOT_BITS | slot: never the same twice */
     _Atomic bool opened;
     bool connected;               /* callers' side: connect was asked for */
     bool failed;                  /* poller's side: nothing more is posted */
-    bool closing, closed;         /* it ends; its endpoint is gone */
-    bool established;             /* an operation has completed */
-    uint64_t close_at_ns;
+    bool closing, unclosable;     /* the latter: its endpoint would not close, and has been reported */
+    uint64_t closing_since_ns;
 
-    struct kv_endpoint endpoint;
-    uint32_t num_regions;
-    struct kv_region *regions;    /* registered for remote write, under `keys` */
-    uint64_t *keys;
+    struct kv_port *port;
+    struct kv_cell cell;
 
     uint8_t remote_name[KV_NAME_BYTES];
     uint32_t num_remote_regions;
     struct kv_remote_region *remote_regions;
+    struct kv_remote_cell remote_cell;
     fi_addr_t address;
 
-    uint32_t window;              /* operations the receiver granted */
-    struct kv_op *ops;
+    uint32_t window;              /* operations the receiver granted; heartbeats come on top */
+    struct kv_op *ops;            /* `window` for writes, and after them the heartbeats' own */
     struct kv_node idle_ops, flying_ops;
     uint64_t flying_bytes;
     uint64_t again_since_ns;      /* the provider has refused since then; 0: it has not */
 
-    struct kv_node in_active;     /* of the poller's active links, while its queue has something */
+    bool beating;                 /* a heartbeat is in flight */
+    bool peer_in_process;         /* of shm */
+    uint64_t beat_due_ns;         /* UINT64_MAX: not connected */
+    uint64_t lease_until_ns;      /* likewise */
+    uint64_t heard_ns;            /* when the first heartbeat of its peer landed; 0: none has */
+    uint64_t beats_seen;          /* in our cell */
+
+    struct kv_node in_active;     /* of the poller's active links, while it has something to post */
     struct kv_node transfers, queue;
+    struct kv_node asides;        /* writes that an injected fault has set aside */
     int64_t credit;
 };
 
 static inline uint32_t kv_link_slot(uint32_t id) { return id & (KV_MAX_LINKS - 1); }
 
+/* `keys`: one a region, and one for the cell. */
 struct kv_link *kv_link_new(uint32_t id, const struct kv_region *regions, const uint64_t *keys, uint32_t num_regions);
 bool kv_link_set_remote(struct kv_link *l, const void *name, size_t name_bytes, const struct kv_remote_region *regions,
-                        uint32_t num_regions, uint32_t window, struct kv_error *e);
+                        uint32_t num_regions, uint32_t window, const struct kv_remote_cell *cell, struct kv_error *e);
 void kv_link_free(struct kv_link *l);
 
 /* The rest is the poller's thread's. */
 struct kv_link *kv_link_find(struct kv_poller *p, uint32_t id);   /* NULL: closed */
 void kv_link_open(struct kv_poller *p, struct kv_link *l);
 void kv_link_connect(struct kv_poller *p, struct kv_link *l);
+/* Once: reports it and stops everything on it. On an abandoned domain it is stuck, whatever `what` says. */
 void kv_link_fail(struct kv_poller *p, struct kv_link *l, int error, enum kv_link_failure what);
+void kv_links_fail(struct kv_poller *p, struct kv_domain *d, int error, enum kv_link_failure what);   /* all of d */
 /* Stops everything on it. It ends when its endpoint is closed and the completion queue has been read to its end. */
 void kv_link_close(struct kv_poller *p, struct kv_link *l);
-/* After each read of the completion queue while something closes; `emptied`: it gave fewer entries than asked. */
-void kv_link_go_on_closing(struct kv_poller *p, bool emptied);
+/* After each read of the completion queues while something closes. */
+void kv_link_go_on_closing(struct kv_poller *p);
 void kv_link_stop_tag(struct kv_poller *p, struct kv_link *l, uint32_t tag);
 void kv_link_check_timeouts(struct kv_poller *p);
-/* A heartbeat of its peer has landed. */
-void kv_link_heard(struct kv_poller *p, uint32_t link);
+/* The next of its idle operations is on its way. */
+void kv_link_fly(struct kv_poller *p, struct kv_op *op, uint32_t bytes);
 /* An operation has come back, by completion, by injected drop, or by the close of its endpoint. */
 void kv_link_retire_op(struct kv_poller *p, struct kv_op *op);
+
+/* ---- heartbeats and leases (lease.c) ---- */
+void kv_lease_begin(struct kv_poller *p, struct kv_link *l);
+/* A heartbeat of the link has landed. */
+void kv_link_heard(struct kv_poller *p, uint32_t link);
+/* Fails the links of d whose peer has been silent for too long; before each read of its queue. */
+void kv_leases_judge(struct kv_poller *p, struct kv_domain *d);
+/* All begin anew: nothing could be heard until now. */
+void kv_leases_renew(struct kv_poller *p);
+/* Posts the heartbeats that are due. */
+void kv_beat(struct kv_poller *p);
+/* The cells of this process. */
+void kv_cell_publish(struct kv_cell *c);
+void kv_cell_withdraw(struct kv_cell *c);
 #endif

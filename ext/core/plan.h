@@ -20,8 +20,8 @@ struct kv_write {   /* offsets from an entry's bases */
 
 struct kv_entry {   /* one (layer, plane): where its bases are, and the bumps that release it */
     const char *src;
-    void *desc;
-    uint64_t dst, key;
+    uint64_t dst;
+    uint32_t src_region, dst_region;
     uint64_t src_room, dst_room;   /* bytes of the regions from the bases on */
     uint64_t signal;
 };

@@ -9,6 +9,7 @@
 #define COMMAND_BATCH 16
 #define CLOCK_ROUNDS 16            /* rounds between two looks at the clock */
 #define TIMEOUT_CHECK_NS (10 * KV_MS)
+#define BEAT_CHECK_NS (5 * KV_MS)
 #define LEAST_NAP_NS (20 * KV_US)
 #define MOST_NAP_NS (50 * KV_US)
 #define LEAST_SLEEP_NS KV_MS
@@ -94,6 +95,10 @@ static void obey(struct kv_poller *p, const struct kv_command *c)
         if (l)
             kv_link_stop_tag(p, l, (uint32_t)c->value);
         break;
+    case KV_DISTURB:
+        kv_fault_disturb(&p->faults, c->object);
+        free(c->object);
+        break;
     }
 }
 
@@ -112,13 +117,21 @@ static unsigned obey_batch(struct kv_poller *p)
 }
 
 /* ---- one round ---- */
+static void obey_hold(struct kv_poller *p)
+{
+    bool hold = atomic_load_explicit(&p->hold, memory_order_acquire);
+    if (p->held && !hold)
+        kv_leases_renew(p);
+    p->held = hold;
+}
+
 static bool round_once(struct kv_poller *p)
 {
-    bool emptied;
+    obey_hold(p);
+    unsigned work = obey_batch(p) + kv_watch(p) + kv_post(p) + kv_complete(p);
     kv_count(&p->stats.rounds, 1);
-    unsigned work = obey_batch(p) + kv_watch(p) + kv_post(p) + kv_complete(p, &emptied);
     if (p->num_closing)
-        kv_link_go_on_closing(p, emptied);
+        kv_link_go_on_closing(p);
     if (p->backlog_head < p->backlog_tail)
         flush_backlog(p);
     return work;
@@ -126,12 +139,15 @@ static bool round_once(struct kv_poller *p)
 
 static void look_at_clock(struct kv_poller *p)
 {
-    p->now_ns = kv_now_ns();
-    kv_state_seen(p->state, p->now_ns);
+    kv_state_seen(p->state, kv_look(p));
     kv_watch_deadlines(p);
     if (p->now_ns - p->timeouts_checked_ns >= TIMEOUT_CHECK_NS) {
         p->timeouts_checked_ns = p->now_ns;
         kv_link_check_timeouts(p);
+    }
+    if (p->now_ns - p->beats_checked_ns >= BEAT_CHECK_NS) {
+        p->beats_checked_ns = p->now_ns;
+        kv_beat(p);
     }
 }
 
@@ -142,6 +158,11 @@ static bool busy(struct kv_poller *p)
            p->now_ns < p->young_until_ns || kv_state_expecting(p->state) > 0;
 }
 
+static struct timespec time_of(uint64_t ns)
+{
+    return (struct timespec){.tv_sec = (time_t)(ns / KV_S), .tv_nsec = (long)(ns % KV_S)};
+}
+
 /* Sleeps until the bell rings or the time is over. Whatever would make us busy rings the bell. */
 static void rest(struct kv_poller *p, uint64_t ns, bool was_busy)
 {
@@ -150,7 +171,7 @@ static void rest(struct kv_poller *p, uint64_t ns, bool was_busy)
     bool stop = atomic_load_explicit(&p->stop, memory_order_acquire);
     if (!stop && !kv_commands_waiting(&p->commands) && busy(p) == was_busy) {
         struct pollfd fd = {.fd = bell->fd, .events = POLLIN};
-        struct timespec time = {.tv_sec = (time_t)(ns / KV_S), .tv_nsec = (long)(ns % KV_S)};
+        struct timespec time = time_of(ns);
         ppoll(&fd, 1, &time, NULL);
         kv_count(was_busy ? &p->stats.naps : &p->stats.sleeps, 1);
     }
@@ -167,15 +188,17 @@ static uint64_t longer(uint64_t ns, uint64_t least, uint64_t most)
     return ns < most ? ns : most;
 }
 
-void *kv_poller_main(void *poller)
+static void run(struct kv_poller *p)
 {
-    struct kv_poller *p = poller;
-    uint64_t rest_ns = 0, quiet_since_ns = kv_now_ns();
+    uint64_t rest_ns = 0, quiet_since_ns = kv_look(p);
     unsigned rounds = 0;
     bool worked = false;
-    prctl(PR_SET_TIMERSLACK, 1);   /* a nap of 20 us must not become 70 */
     while (!atomic_load_explicit(&p->stop, memory_order_relaxed)) {
         worked |= round_once(p);
+        if (__builtin_expect(p->faults.disturbance.slow_ns != 0, 0)) {
+            struct timespec pause = time_of(p->faults.disturbance.slow_ns);
+            nanosleep(&pause, NULL);
+        }
         if (++rounds < CLOCK_ROUNDS)
             continue;
         rounds = 0;
@@ -191,11 +214,24 @@ void *kv_poller_main(void *poller)
             rest_ns = is_busy ? longer(rest_ns, LEAST_NAP_NS, MOST_NAP_NS)
                               : longer(rest_ns, LEAST_SLEEP_NS, p->config.sleep_max_ns);
             rest(p, rest_ns, is_busy);
-            p->now_ns = kv_now_ns();
             rounds = CLOCK_ROUNDS - 1;   /* one round, then look again */
         }
     }
+}
+
+void *kv_poller_main(void *poller)
+{
+    struct kv_poller *p = poller;
+    int error = p->fabric.shares_locks ? kv_guard_start(&p->guard, &p->stats.abandoned) : 0;
+    p->front.start_error = error;
+    sem_post(&p->front.running);
+    if (error)
+        return NULL;
+    prctl(PR_SET_TIMERSLACK, 1);   /* a nap of 20 us must not become 70 */
+    run(p);
     kv_poller_wind_down(p);
+    if (p->fabric.shares_locks)
+        kv_guard_stop(&p->guard);
     return NULL;
 }
 
@@ -209,10 +245,9 @@ void kv_poller_wind_down(struct kv_poller *p)
     for (uint32_t slot = 0; slot < KV_MAX_LINKS; slot++)
         if (p->links[slot])
             kv_link_close(p, p->links[slot]);
-    bool emptied;
     while (p->num_closing) {
-        kv_complete(p, &emptied);
-        kv_link_go_on_closing(p, emptied);
+        kv_complete(p);
+        kv_link_go_on_closing(p);
     }
     for (uint32_t slot = 0; slot < KV_MAX_LINKS; slot++)
         if (p->links[slot])   /* its endpoint would not close, and has been reported */

@@ -1,8 +1,8 @@
 /* The poller: one thread that posts, reads the completion queue, watches the layer words and counts what lands.
 
    Callers' side: any thread, through the functions below (front.c). Poller's side: its own thread alone, without locks.
-   Between them are two rings: commands in, records out. All endpoint work is done on the poller's thread, because the
-   domain is opened for one thread (FI_THREAD_DOMAIN); registration of sources comes before that thread starts. */
+   Between them are two rings: commands in, records out. All endpoint work is done on the poller's thread, because
+   domains are opened for one thread (FI_THREAD_DOMAIN); registration of sources comes before that thread starts. */
 #ifndef KV_POLLER_H
 #define KV_POLLER_H
 #include "clock.h"
@@ -12,6 +12,7 @@
 #include "state.h"
 #include "step.h"
 #include "trace.h"
+#include <semaphore.h>
 
 #define KV_MAX_REGIONS 1024
 #define KV_CQ_BATCH 64
@@ -25,11 +26,13 @@ struct kv_config {
     uint32_t max_write_bytes;
     uint64_t link_bytes;          /* in flight on a link, about */
     uint64_t op_timeout_ns;
+    uint64_t heartbeat_ns;        /* between two of a link */
+    uint64_t lease_ns;            /* a peer is lost when none of its heartbeats landed for so long */
 };
 
 #define KV_STATS(X) \
     X(posted_writes) X(posted_bytes) X(posted_rows) X(completed_writes) X(landed_writes) X(landed_rows) X(strays) \
-    X(again) X(errors) X(lost_records) X(rounds) X(naps) X(sleeps)
+    X(again) X(errors) X(lost_records) X(rounds) X(naps) X(sleeps) X(beats_sent) X(beats_heard) X(abandoned)
 
 struct kv_stats {   /* written by the poller alone, read by anyone */
 #define X(name) _Atomic uint64_t name;
@@ -48,7 +51,9 @@ static inline void kv_count(_Atomic uint64_t *stat, uint64_t change)
 struct kv_poller {
     struct kv_config config;
     struct kv_state *state;
-    struct kv_domain domain;
+    struct kv_fabric fabric;
+    struct kv_domain domain;      /* of all links, unless each has its own; with the sources either way */
+    struct kv_guard guard;
     struct kv_commands commands;
     struct kv_records records;
     struct kv_stats stats;
@@ -62,8 +67,9 @@ struct kv_poller {
         _Atomic bool closed, joined;
         bool started, stuck;
         pthread_t thread;
-        uint32_t num_regions, num_streams, num_templates, template_capacity, links_made;
-        struct kv_region regions[KV_MAX_REGIONS];
+        sem_t running;            /* the thread has begun, or could not: */
+        int start_error;
+        uint32_t num_streams, num_templates, template_capacity, links_made;
         struct kv_stream *streams[KV_MAX_STREAMS];
         struct kv_link *links[KV_MAX_LINKS];
         struct kv_template **templates;
@@ -71,9 +77,13 @@ struct kv_poller {
 
     /* poller's side */
     _Atomic bool stop;
-    uint64_t now_ns;              /* the clock, read now and then */
+    _Atomic bool hold;            /* wanted: to read no completion queue */
+    bool held;                    /* it is so */
+    uint64_t (*clock)(void);
+    uint64_t now_ns;              /* the clock, when it was read last */
     uint64_t young_until_ns;      /* a connection may still be coming up */
-    uint64_t timeouts_checked_ns;
+    uint64_t timeouts_checked_ns, beats_checked_ns;
+    struct kv_node domains;       /* in which an endpoint is open */
     struct kv_stream *streams[KV_MAX_STREAMS];
     uint32_t num_streams;
     uint32_t num_armed;           /* steps that still have bumps to show */
@@ -99,8 +109,10 @@ int64_t kv_open_link(struct kv_poller *p, const uint64_t *keys, uint32_t num_key
 /* Once it is opened: its endpoint's name, and the regions a peer must use (room for all of ours). -1: error */
 int64_t kv_link_name(struct kv_poller *p, uint32_t link, uint8_t name[KV_NAME_BYTES], struct kv_error *e);
 int64_t kv_link_regions(struct kv_poller *p, uint32_t link, struct kv_remote_region *out, struct kv_error *e);
+bool kv_link_cell(struct kv_poller *p, uint32_t link, struct kv_remote_region *out, struct kv_error *e);
 bool kv_connect_link(struct kv_poller *p, uint32_t link, const void *name, size_t name_bytes,
-                     const struct kv_remote_region *regions, uint32_t num_regions, uint32_t window, struct kv_error *e);
+                     const struct kv_remote_region *regions, uint32_t num_regions, uint32_t window,
+                     const struct kv_remote_cell *cell, struct kv_error *e);
 bool kv_close_link(struct kv_poller *p, uint32_t link, struct kv_error *e);
 
 struct kv_entry_spec { int64_t src_region, src_base, dst_region, dst_base, signal; };
@@ -119,18 +131,28 @@ bool kv_abandon(struct kv_poller *p, uint32_t stream, uint64_t ticket, struct kv
 bool kv_stop_tag(struct kv_poller *p, uint32_t link, uint32_t tag, struct kv_error *e);
 unsigned kv_take(struct kv_poller *p, struct kv_record *out, unsigned max);
 bool kv_inject(struct kv_poller *p, enum kv_fault fault, uint64_t nth, struct kv_error *e);
+bool kv_disturb(struct kv_poller *p, const struct kv_disturbance *d, struct kv_error *e);
+/* While held it reads no completion queue but that of a closing endpoint. When this returns, it is so. */
+bool kv_hold(struct kv_poller *p, bool hold, struct kv_error *e);
 bool kv_trace_on(struct kv_poller *p, uint32_t capacity, struct kv_error *e);
 uint32_t kv_trace_read(struct kv_poller *p, struct kv_mark *out, uint32_t max);   /* one reader at a time */
 void kv_stats_read(struct kv_poller *p, uint64_t values[KV_NUM_STATS]);
 
 /* ---- poller's side ---- */
+static inline uint64_t kv_look(struct kv_poller *p) { return p->now_ns = p->clock(); }
+/* By the clock when it was read last. A poller that is held hears nothing, so it judges nobody. */
+static inline bool kv_lease_over(const struct kv_poller *p, const struct kv_link *l)
+{
+    return p->now_ns > l->lease_until_ns && !p->held;
+}
 void *kv_poller_main(void *poller);
 /* Ends everything, on the thread that owns the domain by then. */
 void kv_poller_wind_down(struct kv_poller *p);
 void kv_report(struct kv_poller *p, enum kv_record_kind kind, uint64_t id, uint64_t value, uint64_t extra);
 void kv_queue(struct kv_poller *p, struct kv_transfer *x);     /* it may post */
 void kv_unqueue(struct kv_poller *p, struct kv_transfer *x);   /* it may not; harmless when it could not */
+void kv_drop_asides(struct kv_poller *p, struct kv_transfer *x);
 unsigned kv_post(struct kv_poller *p);
-/* One read of the completion queue. Returns the entries read; `*emptied` says that it gave fewer than asked. */
-unsigned kv_complete(struct kv_poller *p, bool *emptied);
+/* One read of each completion queue. Returns the entries read. */
+unsigned kv_complete(struct kv_poller *p);
 #endif

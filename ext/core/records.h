@@ -19,7 +19,9 @@ enum kv_record_kind {
 enum kv_step_fault { KV_FEWER = 1, KV_MORE, KV_DEADLINE };
 enum kv_link_failure {
     KV_FAILED_OPEN = 1, KV_FAILED_REGISTER, KV_FAILED_CONNECT, KV_FAILED_POST, KV_FAILED_COMPLETION, KV_FAILED_TIMEOUT,
-    KV_FAILED_CLOSE
+    KV_FAILED_CLOSE,
+    KV_FAILED_LEASE,   /* no heartbeat of the peer landed for the time of a lease */
+    KV_FAILED_STUCK,   /* a call did not come back: the peer holds a lock in memory that shm shares with it */
 };
 
 struct kv_record {

@@ -22,7 +22,7 @@ struct rig {
 static bool fail(struct rig *t, const char *call, int code, const char *seen)
 {
     return kv_error_call(t->error, KV_NATIVE, call, code, "provider %s fails the self-test in %s: %s",
-                         kv_domain_provider(t->domain), call, seen);
+                         kv_fabric_provider(t->domain->fabric), call, seen);
 }
 
 static bool set_up(struct rig *t)
@@ -38,9 +38,9 @@ static bool set_up(struct rig *t)
     if (rc)
         return fail(t, "fi_mr_reg", -rc, fi_strerror(-rc));
     fi_addr_t back;   /* some providers must know the writer before it writes */
-    rc = kv_endpoint_connect(&t->from, t->to.name, &t->address);
+    rc = kv_endpoint_connect(t->domain, &t->from, t->to.name, &t->address);
     if (!rc)
-        rc = kv_endpoint_connect(&t->to, t->from.name, &back);
+        rc = kv_endpoint_connect(t->domain, &t->to, t->from.name, &back);
     return !rc || fail(t, "fi_av_insert", -rc, fi_strerror(-rc));
 }
 
@@ -70,7 +70,7 @@ static bool write_once(struct rig *t, size_t bytes, uint32_t imm)
     memset(t->target.address, 0, PAGE_BYTES);
     for (size_t i = 0; i < PAGE_BYTES; i++)
         t->source.address[i] = (char)(1 + (i * 37 + imm) % 255);
-    uint64_t base = t->domain->virtual_addresses ? (uint64_t)(uintptr_t)t->target.address : 0;
+    uint64_t base = t->domain->fabric->virtual_addresses ? (uint64_t)(uintptr_t)t->target.address : 0;
     uint64_t key = fi_mr_key(t->target.mr);
     bool posted = false, completed = false, landed = false;
     while (!completed || !landed) {
@@ -92,29 +92,38 @@ static bool write_once(struct rig *t, size_t bytes, uint32_t imm)
     return true;
 }
 
-bool kv_domain_self_test(struct kv_domain *d, struct kv_error *e)
+static bool run(struct rig *t)
 {
     static const size_t sizes[] = {1, PAGE_BYTES};
     static const uint32_t imms[] = {0x1, 0x89abcdef, 0xffffffff};
+    bool ok = set_up(t);
+    for (size_t s = 0; s < sizeof sizes / sizeof *sizes; s++)
+        for (size_t i = 0; i < sizeof imms / sizeof *imms; i++)
+            ok = ok && write_once(t, sizes[s], imms[i]);
+    int rc = kv_endpoint_close(t->domain, &t->from);
+    if (!rc)
+        rc = kv_endpoint_close(t->domain, &t->to);
+    kv_region_close(t->domain, &t->source);
+    kv_region_close(t->domain, &t->target);
+    return ok && (!rc || fail(t, "fi_close", -rc, fi_strerror(-rc)));
+}
+
+bool kv_fabric_self_test(const struct kv_fabric *f, struct kv_error *e)
+{
+    struct kv_domain domain;
+    const char *call;
+    int rc = kv_domain_open(&domain, f, &call);
+    if (rc)
+        return kv_error_call(e, KV_NATIVE, call, -rc, "provider %s fails the self-test in %s: %s",
+                             kv_fabric_provider(f), call, fi_strerror(-rc));
     char *memory = aligned_alloc(4096, 2 * PAGE_BYTES);
-    if (!memory)
-        return kv_error_memory(e);
     struct rig t = {
-        .domain = d, .error = e, .deadline_ns = kv_now_ns() + DEADLINE_NS,
+        .domain = &domain, .error = e, .deadline_ns = kv_now_ns() + DEADLINE_NS,
         .source = {.address = memory, .bytes = PAGE_BYTES},
         .target = {.address = memory + PAGE_BYTES, .bytes = PAGE_BYTES},
     };
-    bool ok = set_up(&t);
-    for (size_t s = 0; s < sizeof sizes / sizeof *sizes; s++)
-        for (size_t i = 0; i < sizeof imms / sizeof *imms; i++)
-            ok = ok && write_once(&t, sizes[s], imms[i]);
-    int rc = kv_endpoint_close(&t.from);
-    if (!rc)
-        rc = kv_endpoint_close(&t.to);
-    if (ok && rc)
-        ok = fail(&t, "fi_close", -rc, fi_strerror(-rc));
-    kv_region_close(&t.source);
-    kv_region_close(&t.target);
+    bool ok = memory ? run(&t) : kv_error_memory(e);
+    kv_domain_close(&domain);
     free(memory);
     return ok;
 }

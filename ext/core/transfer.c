@@ -25,7 +25,7 @@ struct kv_transfer *kv_transfer_new(struct kv_template *t, const struct kv_order
     x->template = t;
     x->imm = o->imm, x->tag = o->tag, x->ready = o->ready;
     x->stopped = false;
-    x->bumps_seen = x->released = x->entry_index = x->write_index = x->in_flight = 0;
+    x->bumps_seen = x->released = x->entry_index = x->write_index = x->in_flight = x->num_aside = 0;
     x->credit = 0;
     x->rows_posted = x->writes_posted = 0;
     x->num_writes = (uint32_t)num;
@@ -80,6 +80,7 @@ void kv_transfer_stop(struct kv_poller *p, struct kv_transfer *x)
     x->stopped = true;
     kv_list_remove(&x->in_step);
     kv_unqueue(p, x);
+    kv_drop_asides(p, x);
     kv_transfer_settle(p, x);
 }
 

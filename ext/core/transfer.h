@@ -26,7 +26,7 @@ struct kv_transfer {
     bool ready, stopped;
     uint32_t bumps_seen;                       /* of its step, when it was last released */
     uint32_t released, entry_index, write_index; /* entries [0, released) may be posted; the next to post */
-    uint32_t in_flight;
+    uint32_t in_flight, num_aside;             /* writes; the latter by injected faults */
     int64_t credit;                            /* bytes it may still post in this turn */
     uint64_t rows_posted, writes_posted;
     uint32_t num_writes;
@@ -50,6 +50,6 @@ void kv_transfer_settle(struct kv_poller *p, struct kv_transfer *x);
 
 static inline bool kv_transfer_posted(const struct kv_transfer *x)
 {
-    return x->entry_index == x->template->num_entries;
+    return x->entry_index == x->template->num_entries && !x->num_aside;
 }
 #endif

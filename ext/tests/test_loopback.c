@@ -10,6 +10,7 @@
 #define ROW 256u
 #define BYTES (PAGES * PAGE)
 #define STEPS 40u
+#define BEAT_SLOT 9u
 
 struct node {
     struct kv_state *state;
@@ -39,7 +40,7 @@ static bool open_node(struct node *n, const char *provider)
 {
     struct kv_config config = {.provider = provider, .node = "127.0.0.1", .core = -1, .cq_entries = 1024,
                                .spin_ns = 50 * KV_US, .sleep_max_ns = 8 * KV_MS, .max_write_bytes = PAGE,
-                               .link_bytes = 1 << 20, .op_timeout_ns = 10 * KV_S};
+                               .link_bytes = 1 << 20, .op_timeout_ns = 10 * KV_S, .heartbeat_ns = KV_S / 2, .lease_ns = 10 * KV_S};
     *n = (struct node){.state = kv_state_create(NULL, "1", &error)};
     CHECK(n->state);
     n->poller = kv_poller_open(&config, n->state, &error);
@@ -53,8 +54,8 @@ static bool open_node(struct node *n, const char *provider)
     CHECK(kv_register(n->poller, (uint64_t)(uintptr_t)n->memory, BYTES, &error) == 0);
     CHECK((n->counter = kv_layer_counter_new(8)));
     CHECK(kv_add_stream(n->poller, n->counter, &error) == 0);
-    uint64_t key = 0x123400000000ull + (uint64_t)(uintptr_t)n;
-    n->link = kv_open_link(n->poller, &key, 1, &error);
+    uint64_t key = 0x123400000000ull + (uint64_t)(uintptr_t)n, keys[2] = {key, ~key};
+    n->link = kv_open_link(n->poller, keys, 2, &error);
     CHECK(n->link >= 0 && wait_record(n, KV_LINK_OPENED).id == (uint64_t)n->link);
     return true;
 }
@@ -62,10 +63,13 @@ static bool open_node(struct node *n, const char *provider)
 static void connect_to(struct node *from, struct node *to)
 {
     uint8_t name[KV_NAME_BYTES];
-    struct kv_remote_region region;
+    struct kv_remote_region region, cell;
     int64_t bytes = kv_link_name(to->poller, (uint32_t)to->link, name, &error);
     CHECK(bytes > 0 && kv_link_regions(to->poller, (uint32_t)to->link, &region, &error) == 1);
-    CHECK(kv_connect_link(from->poller, (uint32_t)from->link, name, (size_t)bytes, &region, 1, 64, &error));
+    CHECK(kv_link_cell(to->poller, (uint32_t)to->link, &cell, &error));
+    kv_state_link_beat(to->state, BEAT_SLOT << KV_GENERATION_BITS, (uint32_t)to->link);
+    struct kv_remote_cell beat = {cell.base, cell.key, BEAT_SLOT << (KV_GENERATION_BITS + KV_ROW_BITS)};
+    CHECK(kv_connect_link(from->poller, (uint32_t)from->link, name, (size_t)bytes, &region, 1, 64, &beat, &error));
 }
 
 static void close_node(struct node *n)

@@ -10,11 +10,14 @@
 #define TOY_ENTRIES 4
 #define TOY_ROWS 8u
 
-struct post { uint32_t link, rows, imm; struct kv_op *op; };
+struct post { uint32_t link, rows, imm; uint64_t dst; struct kv_op *op; };
 
 static struct kv_poller *toy;
 static struct kv_template *toy_templates[TOY_LINKS];
 static struct fid_ep toy_endpoints[TOY_LINKS];
+static struct kv_region toy_source;
+static struct kv_domain toy_domain;
+static uint64_t toy_now_ns, toy_step_ns;   /* the latter: how far each look moves it */
 static struct post posts[4096];
 static uint32_t num_posts;
 static ssize_t toy_answer;   /* of the provider; 0: takes it */
@@ -22,16 +25,17 @@ static ssize_t toy_answer;   /* of the provider; 0: takes it */
 static ssize_t toy_writedata(struct fid_ep *ep, const void *buf, size_t len, void *desc, uint64_t data, fi_addr_t dest,
                              uint64_t addr, uint64_t key, void *context)
 {
-    (void)buf, (void)len, (void)desc, (void)dest, (void)addr, (void)key;
+    (void)buf, (void)len, (void)desc, (void)dest, (void)key;
     if (toy_answer)
         return toy_answer;
     CHECK(num_posts < sizeof posts / sizeof *posts);
     posts[num_posts++] = (struct post){(uint32_t)(ep - toy_endpoints), (uint32_t)(data & (KV_MAX_ROWS - 1)) + 1,
-                                       (uint32_t)data & ~(KV_MAX_ROWS - 1), context};
+                                       (uint32_t)data & ~(KV_MAX_ROWS - 1), addr, context};
     return 0;
 }
 static struct fi_ops_rma toy_rma = {.size = sizeof toy_rma, .writedata = toy_writedata};
 
+static uint64_t toy_clock(void) { return toy_now_ns += toy_step_ns; }
 static inline struct kv_link *toy_link(uint32_t i) { return toy->links[i]; }
 
 static inline void toy_open(uint32_t num_slots, uint32_t window, uint32_t row_bytes)
@@ -41,21 +45,27 @@ static inline void toy_open(uint32_t num_slots, uint32_t window, uint32_t row_by
     CHECK(toy);
     memset(toy, 0, sizeof *toy);
     toy->config = (struct kv_config){.max_write_bytes = TOY_ROWS * row_bytes, .link_bytes = 1 << 20,
-                                     .op_timeout_ns = KV_S};
-    toy->now_ns = 1;
+                                     .op_timeout_ns = KV_S, .heartbeat_ns = 100, .lease_ns = 1000};
+    toy->clock = toy_clock;
+    toy->now_ns = toy_now_ns = 1;
+    toy_step_ns = 0;
+    toy_domain = (struct kv_domain){.sources = &toy_source, .num_sources = 1, .lease_until_ns = UINT64_MAX};
     CHECK((toy->state = kv_state_create(NULL, "1", &error)));
     num_posts = 0;
     toy_answer = 0;
     kv_list_init(&toy->active);
+    kv_list_init(&toy->domains);
     CHECK(kv_commands_init(&toy->commands) && kv_bell_init(&toy->records.bell, false));
     struct kv_layer_counter *counter = kv_layer_counter_new(num_slots);
     CHECK(counter);
     toy->streams[toy->num_streams++] = kv_stream_new(counter, 0);
     for (uint32_t i = 0; i < TOY_LINKS; i++) {
-        struct kv_link *l = kv_link_new(1 << KV_LINK_SLOT_BITS | i, NULL, NULL, 0);
-        CHECK(l && kv_link_set_remote(l, "", 0, NULL, 0, window, &error));
+        struct kv_link *l = kv_link_new(1 << KV_LINK_SLOT_BITS | i, NULL, &(uint64_t){1}, 0);
+        struct kv_remote_region remote = {.bytes = 1ull << 40};
+        CHECK(l && kv_link_set_remote(l, "", 0, &remote, 1, window, &(struct kv_remote_cell){0}, &error));
         toy_endpoints[i] = (struct fid_ep){.rma = &toy_rma};
-        l->endpoint.ep = &toy_endpoints[i];
+        l->port->endpoint.ep = &toy_endpoints[i];
+        l->port->domain = &toy_domain;
         toy->links[i] = l;
         struct kv_template *t = toy_templates[i] = kv_template_new(1, TOY_ENTRIES);
         t->link = l->id;
@@ -78,6 +88,7 @@ static inline void toy_close(void)
             kv_link_retire_op(toy, KV_OF(node, struct kv_op, node));
         CHECK(kv_list_empty(&toy_link(i)->transfers));
         kv_template_drop(toy_templates[i]);
+        toy_link(i)->port->domain = NULL;
         kv_link_free(toy_link(i));
     }
     CHECK(toy->num_active == 0 && toy->num_flying == 0 && toy->num_armed == 0);
@@ -120,6 +131,11 @@ static inline uint64_t toy_step(uint32_t num_bumps, struct kv_transfer *one, str
     return ticket;
 }
 
+static inline void toy_check_timeouts(void)
+{
+    kv_look(toy);
+    kv_link_check_timeouts(toy);
+}
 static inline struct kv_record toy_record(void)
 {
     struct kv_record r = {0};

@@ -27,7 +27,8 @@ def _head(one: MessengerView) -> Text:
     seen = "not started" if one.poller_seen_s is None else f"seen {duration(one.poller_seen_s)} ago"
     text.append(seen, style="bold red" if late else "")
     where = [one.address, f"{one.provider} (libfabric {one.libfabric})" if one.provider else "", one.software]
-    text.append("\n  " + ", ".join(printable(part) for part in where if part))
+    if any(where):
+        text.append("\n  " + ", ".join(printable(part) for part in where if part))
     pages = [f"{printable(own.name) or own.group} {own.held} of {own.total}" for own in one.pages]
     text.append(f"\n  pages held: {', '.join(pages) or '-'}; quarantined: ")
     text.append(str(one.quarantined), style="bold red" if one.quarantined else "")

@@ -9,13 +9,26 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmsgr._ext import native
-from kvmsgr._ext.native import FAILED_COMPLETION, FAILED_POST, FAILED_TIMEOUT, LayerCounter, RingFullError, StateFile
+from kvmsgr._ext.native import (
+    FAILED_COMPLETION,
+    FAILED_LEASE,
+    FAILED_POST,
+    FAILED_TIMEOUT,
+    SLOT_REACHED,
+    LayerCounter,
+    RingFullError,
+    StateFile,
+)
 
 __all__ = [
     "FAILED_COMPLETION",
     "FAILED_LEASE",
     "FAILED_POST",
     "FAILED_TIMEOUT",
+    "LINK_HELD",
+    "PORT_CLOSED",
+    "PORT_FAILED",
+    "PORT_OPENED",
     "SLOT_REACHED",
     "LayerCounter",
     "Order",
@@ -26,8 +39,10 @@ __all__ = [
     "StateFile",
 ]
 
-FAILED_LEASE: int = getattr(native, "FAILED_LEASE", 8)
-SLOT_REACHED: int = getattr(native, "SLOT_REACHED", 11)
+LINK_HELD: int = getattr(native, "LINK_HELD", 12)
+PORT_OPENED: int = getattr(native, "PORT_OPENED", 13)
+PORT_FAILED: int = getattr(native, "PORT_FAILED", 14)
+PORT_CLOSED: int = getattr(native, "PORT_CLOSED", 15)
 
 Record = tuple[int, int, int, int, int]
 """(kind, id, value, time in ns, extra); `ext/core/records.h` says what each kind means by them."""
@@ -81,6 +96,16 @@ class Poller(Protocol):
         self, link: int, address: bytes, regions: Sequence[Remote], window: int, beat: tuple[int, int, int]
     ) -> None: ...
     def close_link(self, link: int, fence: bool = True) -> None: ...
+
+    # Ports, where all links share one endpoint (`shared_endpoint=True`): PORT_OPENED or PORT_FAILED follows `rotate`,
+    # LINK_HELD `retarget_link`, PORT_CLOSED `close_port`
+
+    def rotate(self, keys: Sequence[int]) -> None: ...
+    def close_port(self, port: int) -> None: ...
+    def retarget_link(
+        self, link: int, address: bytes, regions: Sequence[Remote], beat: tuple[int, int, int]
+    ) -> None: ...
+    def resume_link(self, link: int) -> None: ...
 
     # Steps and what they release
 

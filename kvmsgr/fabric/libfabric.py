@@ -183,10 +183,13 @@ def _open_poller(provider: str, state: native.StateFile, settings: FabricSetting
     heartbeat_ns, lease_ns = int(settings.heartbeat_s * 1e9), int(settings.lease_s * 1e9)
     rotates = _rotates(settings, provider)
     if provider == "inprocess":
-        if rotates:
-            raise ConfigError("fence is 'rotation', and the in-process fabric has an endpoint a peer; use 'endpoint'")
         return InProcessPoller(
-            current_air(), state, cq_entries=settings.cq_entries, heartbeat_ns=heartbeat_ns, lease_ns=lease_ns
+            current_air(),
+            state,
+            cq_entries=settings.cq_entries,
+            heartbeat_ns=heartbeat_ns,
+            lease_ns=lease_ns,
+            shared_endpoint=rotates,
         )
     return native.Poller(
         provider,
@@ -197,7 +200,7 @@ def _open_poller(provider: str, state: native.StateFile, settings: FabricSetting
         spin=settings.poller_spins,
         heartbeat_ns=heartbeat_ns,
         lease_ns=lease_ns,
-        shared_endpoint=rotates,
+        **({"shared_endpoint": True} if rotates else {}),
     )
 
 

@@ -176,7 +176,7 @@ class Node:
         if may_move and not self.fabric.poller.fence_proven:
             return
         peer.link_closing = True
-        self.fabric.poller.close_link(peer.link, fence=may_move)
+        self.fabric.poller.close_link(peer.link)
         if may_move and self.fabric.rotates:
             self.rotation.want_fence()
 

@@ -283,6 +283,8 @@ class PeerDriver:
         )
 
     def _attach(self, attach: Attach) -> None:
+        if self.machine.state not in (PeerState.opening, PeerState.attaching):
+            raise LocalProtocolError(f"Attach in state {self.machine.state!s}")
         try:
             self._check_lease(attach)
             self.remote = _fitting_rank(attach, self.node.fabric.choice.provider)

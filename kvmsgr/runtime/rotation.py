@@ -29,6 +29,7 @@ class RotationDriver:
         self._machine = core.Rotation(node.config.name)
         self._moving: dict[PeerDriver, set[int] | None] = {}
         self._deadline: asyncio.TimerHandle | None = None
+        self._stopped = False
 
     # What comes in
 
@@ -88,6 +89,8 @@ class RotationDriver:
     # What follows from it
 
     def _feed(self, event: object) -> None:
+        if self._stopped:
+            return
         for effect in self._machine.feed(event):
             match effect:
                 case core.OpenPort():
@@ -134,6 +137,7 @@ class RotationDriver:
             peer.lose(Failure(Reason.timeout, detail))
 
     def stop(self) -> None:
-        """The messenger closes: every endpoint is closed anyway."""
+        """The messenger closes, and with it every endpoint: no rotation goes on."""
+        self._stopped = True
         if self._deadline is not None:
             self._deadline.cancel()

@@ -13,10 +13,11 @@ from __future__ import annotations
 from .counting import Counting
 from .fences import Fences
 from .flow import Flow
+from .rotations import Rotations
 from .spoiling import Spoiling
 
 __all__ = ["Conformance"]
 
 
-class Conformance(Counting, Flow, Fences, Spoiling):
+class Conformance(Counting, Flow, Fences, Rotations, Spoiling):
     """All of it: what lands and is counted, how it flows, how it ends, and what switches for faults do."""

@@ -19,6 +19,7 @@ class Options(TypedDict, total=False):
     op_timeout_ns: int
     heartbeat_ns: int
     lease_ns: int
+    shared_endpoint: bool
 
 
 class FabricUnderTest(Protocol):
@@ -44,9 +45,7 @@ class FabricUnderTest(Protocol):
 def today(options: Options) -> Options:
     """To be removed."""
     options = options.copy()
-    if not hasattr(NativePoller, "link_cell"):
-        options.pop("heartbeat_ns", None)
-        options.pop("lease_ns", None)
+    options.pop("shared_endpoint", None)
     return options
 
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 
 from kvmsgr.fabric import records
 from kvmsgr.fabric.interface import FAILED_COMPLETION, FAILED_LEASE, FAILED_POST
 
 from .fabrics import FabricUnderTest
-from .flow import need
 from .pair import SCATTERED, Pair
 from .side import NUM_PAGES, ROWS_A_PAGE
 
 MANY = 60
-FAST_NS = 50_000_000
+LEASE_NS = 500_000_000
 
 
 def need_fence(fabric: FabricUnderTest) -> None:
@@ -53,7 +54,7 @@ class Fences:
         with Pair(fabric, closes_under_traffic=True, op_timeout_ns=500_000_000) as pair:
             pair.target.expect(MANY * NUM_PAGES * ROWS_A_PAGE)
             if held:
-                need(pair, "hold")
+                pair.warm_up()
                 pair.target.hold(True)
                 pair.target.wait_rounds()
             pair.send(MANY)
@@ -61,9 +62,9 @@ class Fences:
             rows = pair.target.close_under_traffic(pair.target_link, held=held)
             assert rows < MANY * NUM_PAGES * ROWS_A_PAGE
             assert held or rows > 0
-            pair.source.wait_rounds(100)
+            pair.source.wait_rounds(30)
             pair.source.close_link(pair.link)
-            pair.target.wait_rounds(100)
+            pair.target.wait_rounds(30)
             assert pair.target.is_clear()
             assert pair.target.slot_rows() == rows
             ended = [record[1] for record in pair.source.seen(records.SENT, records.STOPPED)]
@@ -73,8 +74,8 @@ class Fences:
         """Pages may be given to others once it has closed: their bytes must never travel."""
         need_fence(fabric)
         with Pair(fabric, closes_under_traffic=True) as pair:
-            need(pair, "hold")
             pair.target.expect(MANY * NUM_PAGES * ROWS_A_PAGE)
+            pair.warm_up()
             pair.target.hold(True)
             pair.target.wait_rounds()
             pair.source.memory[:] = 1
@@ -83,7 +84,7 @@ class Fences:
             pair.source.close_link(pair.link)
             pair.source.memory[:] = 255
             pair.target.hold(False)
-            pair.target.wait_rounds(100)
+            pair.target.wait_rounds(30)
             assert pair.target.copy().max() <= 1
 
     def test_a_stale_key_reaches_nothing(self, fabric: FabricUnderTest) -> None:
@@ -103,7 +104,7 @@ class Fences:
             pair.source.until(
                 lambda: bool(pair.source.seen(records.SENT, records.STOPPED)), "the transfer ended one way or another"
             )
-            pair.target.wait_rounds(100)
+            pair.target.wait_rounds(30)
             assert pair.target.is_clear()
             assert pair.target.slot_rows() == 0
 
@@ -131,12 +132,17 @@ class Fences:
                 pair.source.poller.abandon(0, ticket)
 
     def test_a_lease_lasts_as_long_as_heartbeats_come(self, fabric: FabricUnderTest) -> None:
-        with Pair(fabric, heartbeat_ns=FAST_NS, lease_ns=4 * FAST_NS) as pair:
-            if pair.source.place(pair.link).beat is None:
-                pytest.skip("no link_beat yet")
-            pair.source.wait_time(12 * FAST_NS)
-            assert not pair.source.seen(records.LINK_FAILED)
-            assert not pair.target.seen(records.LINK_FAILED, records.STRAY)
+        with Pair(fabric, heartbeat_ns=LEASE_NS // 10, lease_ns=LEASE_NS) as pair:
+            for side in (pair.source, pair.target):
+                side.wait_stat("beats_heard", 13)
+                assert not side.seen(records.LINK_FAILED, records.STRAY)
             pair.source.close_link(pair.link)
             failed = pair.target.wait(records.LINK_FAILED, pair.target_link)
             assert failed[4] in (FAILED_LEASE, FAILED_COMPLETION, FAILED_POST)
+
+    def test_a_peer_that_is_not_heard_of_is_given_up(self, fabric: FabricUnderTest) -> None:
+        with Pair(fabric, heartbeat_ns=LEASE_NS // 10, lease_ns=LEASE_NS) as pair:
+            link, nobody = pair.source.open_link(), pair.target.open_link()
+            pair.source.connect(link, pair.target.place(nobody), 1)
+            assert pair.source.wait(records.LINK_FAILED, link)[2:5:2] == (errno.ETIMEDOUT, FAILED_LEASE)
+            assert not pair.source.seen(records.LINK_FAILED)

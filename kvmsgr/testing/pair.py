@@ -7,9 +7,11 @@ from typing import Unpack
 
 import numpy as np
 
+from kvmsgr.fabric import records
+
 from .fabrics import FabricUnderTest, Options
 from .remote import open_far
-from .side import IMMEDIATE, NUM_LAYERS, NUM_PAGES, Pairs, Side
+from .side import IMMEDIATE, NUM_LAYERS, NUM_PAGES, WARM_ATTEMPT, WARM_IMMEDIATE, Pairs, Side
 
 SCATTERED = [(page, (page * 7 + 3) % NUM_PAGES) for page in range(NUM_PAGES)]
 """Every page, and no two neighbours: nothing can be merged."""
@@ -38,7 +40,6 @@ class Pair:
         self.source = Side(fabric, **options)
         self.source.fill()
         self.target = open_far(fabric.name, **options) if self.far else Side(fabric, **options)
-        self.num_dropped = 0
         self.connect()
 
     def connect(self) -> None:
@@ -57,6 +58,14 @@ class Pair:
         order = (self.link, self.template, IMMEDIATE)
         self.source.begin([((*order, tag, True), pairs) for tag in range(num_transfers)], num_bumps=0)
 
+    def warm_up(self) -> None:
+        """One write goes both ways, so that the connection is up; it is counted elsewhere and cleared away."""
+        self.target.expect_warm()
+        self.source.begin([((self.link, self.template, WARM_IMMEDIATE, 1 << 20, True), [(0, 0)])], num_bumps=0)
+        self.source.wait(records.SENT, 1 << 20)
+        self.target.wait(records.REACHED, WARM_ATTEMPT)
+        self.target.clear()
+
     def assert_moved(self, pairs: Pairs) -> None:
         found, sent = self.target.copy(), self.source.pages
         for src, dst in pairs:
@@ -64,7 +73,7 @@ class Pair:
 
     def settle(self) -> None:
         """Wait until nothing is in flight and the target has read all that was sent."""
-        self.target.hold(False) if hasattr(self.target.poller, "hold") else None
+        self.target.hold(False)
 
         def still() -> bool:
             before = self.source.stats()

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmsgr.fabric import records
-from kvmsgr.fabric.interface import LayerCounter, Order, Record, Remote, StateFile
+from kvmsgr.fabric.interface import PORT_CLOSED, PORT_OPENED, LayerCounter, Order, Record, Remote, StateFile
 from kvmsgr_protocol import NUM_GENERATIONS, immediate
 
 from .fabrics import FabricUnderTest, Options
@@ -28,6 +28,9 @@ SLOT, GENERATION = 5, 3
 BEAT_SLOT = 6
 SLOT_INDEX = immediate.counter_index(SLOT, GENERATION)
 IMMEDIATE = immediate.base(SLOT, GENERATION)
+WARM_SLOT = 7
+WARM_IMMEDIATE = immediate.base(WARM_SLOT, 0)
+WARM_ATTEMPT = 100
 
 Pairs = Sequence[tuple[int, int]]
 NO_EDGES = np.zeros((0, 4), dtype=np.uint64)
@@ -38,7 +41,7 @@ class Place(NamedTuple):
 
     address: bytes
     regions: list[Remote]
-    beat: tuple[int, int, int] | None
+    beat: tuple[int, int, int]
 
 
 class Side:
@@ -84,14 +87,9 @@ class Side:
     def wait_stat(self, stat: str, least: int) -> None:
         self.until(lambda: self.stats()[stat] >= least, f"{stat} of at least {least}")
 
-    def wait_rounds(self, num_rounds: int = 50) -> None:
+    def wait_rounds(self, num_rounds: int = 20) -> None:
         """Give the poller time in which it could do what it must not."""
         self.wait_stat("rounds", self.stats()["rounds"] + num_rounds)
-
-    def wait_time(self, ns: int) -> None:
-        """Let the pollers go on for so long."""
-        end_ns = time.monotonic_ns() + ns
-        self.until(lambda: time.monotonic_ns() >= end_ns, f"{ns} ns to pass")
 
     def seen(self, *kinds: int) -> list[Record]:
         """All records of these kinds that nobody has waited for."""
@@ -105,26 +103,20 @@ class Side:
     # Links
 
     def open_link(self) -> int:
-        num_keys = 1 + hasattr(self.poller, "link_cell")
-        link = self.poller.open_link([secrets.randbits(63) for _ in range(num_keys)])
+        link = self.poller.open_link([secrets.randbits(63) for _ in range(2)])  # of its region, and of its cell
         self.wait(records.LINK_OPENED, link)
         return link
 
     def place(self, link: int) -> Place:
         """Where a peer may write to, and how it sends heartbeats."""
-        return Place(self.poller.link_address(link), self.poller.link_regions(link), self._beat(link))
-
-    def _beat(self, link: int) -> tuple[int, int, int] | None:
-        if not hasattr(self.state, "link_beat") or not hasattr(self.poller, "link_cell"):
-            return None
         base, _, key = self.poller.link_cell(link)
         generation = link % NUM_GENERATIONS
         self.state.link_beat(BEAT_SLOT, generation, link)
-        return base, key, immediate.base(BEAT_SLOT, generation)
+        beat = base, key, immediate.base(BEAT_SLOT, generation)
+        return Place(self.poller.link_address(link), self.poller.link_regions(link), beat)
 
     def connect(self, link: int, place: Place, window: int) -> None:
-        beat = () if place.beat is None else (place.beat,)
-        self.poller.connect_link(link, place.address, place.regions, window, *beat)
+        self.poller.connect_link(link, place.address, place.regions, window, place.beat)
 
     def close_link(self, link: int) -> None:
         self.poller.close_link(link)
@@ -137,10 +129,25 @@ class Side:
             self.hold(False)
             self.wait(records.LINK_CLOSED, link)
         else:
-            self.until(lambda: self.slot_rows() > 0, "rows landed")
+            self.until_landed(1)
             self.close_link(link)
-        self.memory[:] = 0
+        self.clear()
         return self.slot_rows()
+
+    def begin_closing(self, link: int) -> None:
+        self.poller.close_link(link)
+
+    def rotate(self) -> int:
+        """Open another port for all links; returns its number."""
+        self.poller.rotate([secrets.randbits(63)])
+        return self.wait(PORT_OPENED)[1]
+
+    def close_port(self, port: int) -> None:
+        self.poller.close_port(port)
+        self.wait(PORT_CLOSED, port)
+
+    def retarget(self, link: int, place: Place) -> None:
+        self.poller.retarget_link(link, place.address, place.regions, place.beat)
 
     # What is counted
 
@@ -148,6 +155,10 @@ class Side:
         """The attempt counts what lands in the slot that IMMEDIATE names."""
         self.state.open_attempt(attempt, num_rows, f"attempt-{attempt}")
         self.state.link_slot(SLOT, GENERATION, attempt)
+
+    def expect_warm(self) -> None:
+        self.state.open_attempt(WARM_ATTEMPT, ROWS_A_PAGE, "warm")
+        self.state.link_slot(WARM_SLOT, 0, WARM_ATTEMPT)
 
     def await_slot(self, num_rows: int) -> int:
         return self.state.await_slot(SLOT, GENERATION, num_rows)
@@ -157,6 +168,12 @@ class Side:
 
     def attempt_rows(self, attempt: int = 1) -> int:
         return self.state.attempt_rows(attempt)
+
+    def until_landed(self, least: int) -> None:
+        self.until(lambda: self.slot_rows() >= least, f"{least} rows landed")
+
+    def clear(self) -> None:
+        self.memory[:] = 0
 
     def is_clear(self) -> bool:
         return not self.memory.any()

@@ -224,6 +224,11 @@ class BothSides:
         self.story.append(event.__name__)
         event()
 
+    def take_if_possible(self, event: Callable[[BothSides], None]) -> None:
+        for possible, _ in self.possible():
+            if possible.__name__ == event.__name__:
+                self.take(possible)
+
     def come_to_an_end(self) -> None:
         """Let everything that is under way arrive."""
         if self.prefiller_lost and not self.decoder_lost:
@@ -248,8 +253,48 @@ class BothSides:
             assert len(self.settled) == 1
 
 
+LIFE = [
+    BothSides.peer_becomes_live,
+    BothSides.prefiller_hears,
+    BothSides.engine_accepts,
+    BothSides.decoder_hears,
+    BothSides.rows_are_posted,
+    BothSides.rows_land,
+    BothSides.writes_complete,
+    BothSides.decoder_hears,
+    BothSides.prefiller_hears,
+]
+RIVALS = [
+    BothSides.time_runs_out,
+    BothSides.engine_fails,
+    BothSides.engine_declines,
+    BothSides.lose_prefiller,
+    BothSides.lose_decoder,
+    BothSides.fence,
+]
+
+
+@pytest.mark.parametrize("cancels", [1, 2])
+@pytest.mark.parametrize("cancel_first", [True, False])
+@pytest.mark.parametrize("rival", [None, *RIVALS], ids=lambda rival: rival.__name__ if rival else "the next event")
+@pytest.mark.parametrize("at", range(len(LIFE) + 1))
+def test_t22_cancel_races_with_every_transition(
+    at: int, rival: Callable[[BothSides], None] | None, cancel_first: bool, cancels: int
+) -> None:
+    """T22: at each point of a life, a cancel (or two) and another event in both orders, within one turn."""
+    both = BothSides(seed=at)
+    for event in LIFE[:at]:
+        both.take_if_possible(event)
+    race = [BothSides.decoder_cancels] * cancels
+    natural = rival or (LIFE[at] if at < len(LIFE) else BothSides.decoder_cancels)
+    for event in [*race, natural] if cancel_first else [natural, *race]:
+        both.take_if_possible(event)
+    both.come_to_an_end()
+    both.check_end()
+
+
 @pytest.mark.parametrize("block", range(10))
-def test_pages_come_back_once_and_only_when_nothing_can_land(block: int) -> None:
+def test_t01_pages_come_back_once_and_only_when_nothing_can_land(block: int) -> None:
     for seed in range(block * 1000, block * 1000 + 1000):
         both = BothSides(seed)
         try:

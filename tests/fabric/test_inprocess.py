@@ -45,7 +45,7 @@ def inprocess(poller: Poller) -> InProcessPoller:
 def test_both_fabrics_are_what_the_runtime_asks_for(pair: Pair) -> None:
     assert isinstance(pair.source.poller, Poller)
     missing = [name for name in vars(Poller) if not name.startswith("_") and not hasattr(NativePoller, name)]
-    assert set(missing) <= {"fence_proven", "link_cell", "disturb", "hold"}  # not yet
+    assert set(missing) <= {"rotate", "close_port", "retarget_link", "resume_link"}  # not yet
 
 
 # What is in the air

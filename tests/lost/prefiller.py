@@ -1,140 +1,49 @@
-"""The prefiller of these tests: a toy engine that prefills several requests at once, chunk by chunk, layer by layer."""
+"""A prefiller in a process of its own, for tests that break something: run as `python -m tests.lost.prefiller`.
+
+It serves every request from source pages [1, 2, 3, ...]; the payload of a request says how its forward goes on:
+"<request number> <bumps of the last step> <chunk length>". After so many bumps the forward stops for good.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import pickle
+import sys
 
-from kvmsgr import Chunk, PrefillRequest, Span
+import structlog
 
-from .cache import CONTEXT_UNITS, DESTINATION_OWNER, LAYERS, PAGE_TOKENS, RUN, SOURCE_OWNER, num_rows
-from .role import Role, tell
+import kvmsgr
+from tests.loopback.engines import LAYERS, PAGE_TOKENS, PAGES, SHAPES, TestCache
 
-CHUNK = RUN * PAGE_TOKENS
-BATCH = 4
+SOURCE_PAGES = list(range(1, PAGES))
 
 
-@dataclass
-class Job:
-    """A request that is prefilled. `hold` names the point at which its forward waits until it is cancelled."""
-
-    request: PrefillRequest
-    tag: int
-    hold: str | None
-    pages: list[int] = field(default_factory=list)
-    start: int = 0
-    released: bool = False
-
-    @property
-    def stop(self) -> int:
-        return min(self.start + CHUNK, self.request.num_positions)
-
-    @property
-    def last(self) -> bool:
-        return self.stop == self.request.num_positions
-
-    def chunk(self) -> Chunk:
-        pages = self.pages[self.start // PAGE_TOKENS : -(-self.stop // PAGE_TOKENS)]
-        return Chunk(self.request, self.start, self.stop, [Span(0, self.start, pages)])
-
-
-class Prefiller(Role):
-    """Tells of each request "accepted", "held" where it was asked to, "released" when its source pages came back, and
-    "outcome"."""
-
-    next_owner, foreign_owner = SOURCE_OWNER, DESTINATION_OWNER
-
-    def opened(self) -> None:
-        self._running: list[Job] = []
-        self._changed = asyncio.Condition()
-        self.spawn(self._listen())
-        self.spawn(self._run())
-
-    async def _listen(self) -> None:
-        async for request in self.messenger.requests():
-            self.spawn(self._serve(request, **json.loads(request.payload)))
-
-    async def _serve(self, request: PrefillRequest, tag: int, hold: str | None = None, queue_s: float = 0.0) -> None:
-        request.accept()
-        tell("accepted", id=request.request_id)
-        job = Job(request, tag, hold)
-        await self._hold(job, "accepted")
-        if queue_s:
-            await asyncio.sleep(queue_s)  # the engine is busy with others for so long
-        num_pages = -(-request.num_positions // PAGE_TOKENS)
-        async with self._changed:
-            await self._changed.wait_for(lambda: request.ended or self.cache.has_room(num_pages))
-            if not request.ended:
-                job.pages = self.cache.take(num_pages)
-                self.cache.clear(job.pages)
-                self._running.append(job)
-                self._changed.notify_all()
-        rows = await request.released()
-        self.cache.came_back(job.pages)
-        job.released = True
-        tell("released", id=request.request_id, rows=rows)
-        outcome = await request.outcome()
-        tell("outcome", id=request.request_id, ok=outcome.ok, reason=str(outcome.reason), detail=outcome.detail)
-        async with self._changed:
-            if outcome.ok:
-                self.cache.give(job.pages)
-            else:
-                self.cache.keep(job.pages)
-            self._changed.notify_all()
-
-    async def _run(self) -> None:
-        while True:
-            async with self._changed:
-                await self._changed.wait_for(lambda: self._running)
-                batch, self._running = self._running[:BATCH], self._running[BATCH:]
-            await self._forward(batch)
-            for job in batch:
-                job.start = job.stop
-            self._running += [job for job in batch if job.start < job.request.num_positions and not job.request.ended]
-
-    async def _forward(self, batch: list[Job]) -> None:
-        step = self.messenger.begin_step([job.chunk() for job in batch])
-        for job in batch:
-            await self._hold(job, "allocated")
+async def serve(messenger: kvmsgr.Messenger, cache: TestCache, request: kvmsgr.PrefillRequest) -> None:
+    number, last_bumps, length = (int(word) for word in request.payload.split())
+    request.accept()
+    for start in range(0, request.num_positions, length):
+        stop = min(start + length, request.num_positions)
+        span = kvmsgr.Span(0, start, SOURCE_PAGES[start // PAGE_TOKENS : -(-stop // PAGE_TOKENS)])
+        step = messenger.begin_step([kvmsgr.Chunk(request, start, stop, [span])])
         step.signal.start()
-        for layer in range(LAYERS):
-            for job in batch:
-                if not job.released:  # its pages belong to somebody else now
-                    self.cache.put(job.tag, layer, job.pages, job.start, job.stop)
+        for layer in range(LAYERS if stop < request.num_positions else last_bumps):
+            cache.put(number, [layer], SOURCE_PAGES, start, stop)
             step.signal.bump()
-            await asyncio.sleep(0)  # others may run while the device computes
-            for job in batch:
-                await self._hold(job, "first layer sent", lambda job=job: self._rows_posted(job) > 0)
-        for job in batch:
-            if job.last:
-                rows = num_rows(job.request.num_positions)
-                await self._hold(
-                    job, "last chunk sent", lambda job=job, rows=rows - CONTEXT_UNITS: self._rows_posted(job) == rows
-                )
-        if step.signals_context:
-            for job in batch:
-                if job.last and "hidden" in job.request.context:
-                    job.request.context["hidden"][:] = job.tag & 0x7F
-            step.signal.bump()
-        for job in batch:
-            if job.last:
-                rows = num_rows(job.request.num_positions)
-                await self._hold(job, "context sent", lambda job=job, rows=rows: self._rows_posted(job) == rows)
-
-    def _rows_posted(self, job: Job) -> int:
-        return self.messenger._node.fabric.state.leg_rows_posted(job.request.tag)
-
-    async def _hold(self, job: Job, point: str, reached: Callable[[], bool] = lambda: True) -> None:
-        """Where the request asks for it: wait here until there is no use in going on."""
-        if job.hold != point:
-            return
-        while not reached():
-            if job.request.ended:
-                self.problem(f"{job.request.request_id} ended before {point!r}")
-                return
             await asyncio.sleep(0)
-        job.hold = None
-        tell("held", id=job.request.request_id, point=point, rows=self._rows_posted(job))
-        await job.request.cancelled()
+        if request.ended:
+            break
+    await request.released()
+
+
+async def main(fabric: str) -> None:
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    cache = TestCache(SHAPES[0])
+    config = kvmsgr.Config(name="prefiller", model="test", fabric=fabric, lease_s=30.0)
+    async with await kvmsgr.Messenger.open(config, cache.describe()) as messenger:
+        print(pickle.dumps(messenger.descriptor).hex(), flush=True)
+        async for request in messenger.requests():
+            await serve(messenger, cache, request)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1]))

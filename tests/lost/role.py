@@ -100,8 +100,8 @@ class Role:
 
 
 async def obey(kind: str) -> None:
-    from .decoder import Decoder
-    from .prefiller import Prefiller
+    from .decoder_role import Decoder
+    from .prefiller_role import Prefiller
 
     roles: dict[str, type[Role]] = {"decoder": Decoder, "prefiller": Prefiller}
     role = roles[kind]()

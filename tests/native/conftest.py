@@ -8,7 +8,7 @@ from kvmsgr._ext import native
 from tests.native.loopback import Pair
 
 
-@pytest.fixture(params=["net", "shm"])
+@pytest.fixture(params=["net", "shm", pytest.param("tcp;ofi_rxm", marks=pytest.mark.slow)])
 def provider(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     if name not in native.providers():

@@ -22,10 +22,13 @@ NUM_LAYERS = 4
 LAYER_BYTES = PAGE_BYTES * NUM_PAGES
 DEADLINE_S = 20.0
 SLOT, GENERATION = 5, 3
+BEAT_SLOT = 100
 IMMEDIATE = SLOT << 18 | GENERATION << 14
 
 Record = tuple[int, int, int, int, int]
 Pairs = Sequence[tuple[int, int]]
+Triple = tuple[int, int, int]
+Offer = tuple[bytes, list[Triple], Triple]  # address, regions (base, bytes, key), heartbeats (base, key, immediate)
 
 
 class Options(TypedDict, total=False):
@@ -34,6 +37,8 @@ class Options(TypedDict, total=False):
     max_write_bytes: int
     link_bytes: int
     op_timeout_ns: int
+    heartbeat_ns: int
+    lease_ns: int
     spin: bool
 
 
@@ -48,6 +53,7 @@ class Node:
         self.counter = native.LayerCounter(8)
         self.poller.add_counter(self.counter)
         self.seen: list[Record] = []
+        self.num_links = 0
 
     @property
     def pages(self) -> npt.NDArray[np.uint8]:
@@ -73,9 +79,17 @@ class Node:
         return [record for record in self.seen if record[0] in kinds]
 
     def open_link(self) -> int:
-        link = self.poller.open_link([secrets.randbits(63)])
+        link = self.poller.open_link([secrets.randbits(63), secrets.randbits(63)])
         self.wait(native.LINK_OPENED, link)
         return link
+
+    def offer(self, link: int) -> Offer:
+        """What a peer needs to connect to an opened link; its heartbeats get a slot of their own."""
+        slot = BEAT_SLOT + self.num_links
+        self.num_links += 1
+        self.state.link_beat(slot, 0, link)
+        base, _, key = self.poller.link_cell(link)
+        return self.poller.link_address(link), self.poller.link_regions(link), (base, key, slot << 18)
 
     def close(self) -> None:
         self.poller.close()
@@ -175,9 +189,15 @@ class Pair:
 def connect(source: Node, target: Node, window: int = 64) -> tuple[int, int]:
     """Opens a link on both and pairs them."""
     ours, theirs = source.open_link(), target.open_link()
-    for node, link, peer, peer_link in ((source, ours, target, theirs), (target, theirs, source, ours)):
-        node.poller.connect_link(link, peer.poller.link_address(peer_link), peer.poller.link_regions(peer_link), window)
+    our_offer, their_offer = source.offer(ours), target.offer(theirs)
+    connect_link(source, ours, their_offer, window)
+    connect_link(target, theirs, our_offer, window)
     return ours, theirs
+
+
+def connect_link(node: Node, link: int, offer: Offer, window: int = 64) -> None:
+    address, regions, beat = offer
+    node.poller.connect_link(link, address, regions, window, beat)
 
 
 def add_template(node: Node, link: int, num_bytes: int = PAGE_BYTES) -> int:

@@ -11,18 +11,19 @@ import subprocess
 import sys
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
 from kvmsgr._ext import native
-from tests.native.loopback import GENERATION, SLOT, Node, add_template
+from tests.native.loopback import GENERATION, SLOT, Node, Options, Triple, add_template, connect_link
 
 
 class Target:
     """The driver's side. Killed when left."""
 
-    def __init__(self, provider: str) -> None:
+    def __init__(self, provider: str, **options: Unpack[Options]) -> None:
+        self.address = b""  # of its endpoint
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.native.target", provider],
+            [sys.executable, "-m", "tests.native.target", provider, json.dumps(options)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -40,9 +41,10 @@ class Target:
     def pair_with(self, source: Node, window: int = 64) -> tuple[int, int]:
         """A link from `source` to it, and a template on that."""
         link = source.open_link()
-        ours = source.poller.link_address(link).hex(), source.poller.link_regions(link)
-        address, regions = self.ask("connect", address=ours[0], regions=ours[1])
-        source.poller.connect_link(link, bytes.fromhex(address), regions, window)
+        address, regions, beat = source.offer(link)
+        address, regions, beat = self.ask("connect", address=address.hex(), regions=regions, beat=beat)
+        self.address = bytes.fromhex(address)
+        connect_link(source, link, (self.address, regions, beat), window)
         return link, add_template(source, link)
 
     def __enter__(self) -> Target:
@@ -58,14 +60,15 @@ class Target:
 class Answers:
     """The child's side."""
 
-    def __init__(self, provider: str) -> None:
-        self.node = Node(provider)
+    def __init__(self, provider: str, options: Options) -> None:
+        self.node = Node(provider, **options)
         self.link = 0
 
-    def connect(self, address: str, regions: list[list[int]]) -> tuple[str, list[tuple[int, int, int]]]:
+    def connect(self, address: str, regions: list[Triple], beat: Triple) -> tuple[str, list[Triple], Triple]:
         self.link = self.node.open_link()
-        self.node.poller.connect_link(self.link, bytes.fromhex(address), [(b, n, k) for b, n, k in regions], 64)
-        return self.node.poller.link_address(self.link).hex(), self.node.poller.link_regions(self.link)
+        connect_link(self.node, self.link, (bytes.fromhex(address), regions, beat))
+        ours, regions, beat = self.node.offer(self.link)
+        return ours.hex(), regions, beat
 
     def expect(self, num_rows: int) -> None:
         self.node.state.open_attempt(1, num_rows, "")
@@ -73,6 +76,10 @@ class Answers:
 
     def reached(self) -> int:
         return self.node.wait(native.REACHED)[2]
+
+    def failed(self) -> int:
+        """Why its link has failed."""
+        return self.node.wait(native.LINK_FAILED)[4]
 
     def close_link(self) -> int:
         """Closes under traffic and clears the memory. Returns the rows counted by then."""
@@ -89,7 +96,7 @@ class Answers:
 
 
 def main() -> None:
-    answers = Answers(sys.argv[1])
+    answers = Answers(sys.argv[1], json.loads(sys.argv[2]))
     for line in sys.stdin:
         question, arguments = json.loads(line)
         print(json.dumps(getattr(answers, question)(**arguments)), flush=True)

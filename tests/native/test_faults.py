@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+
 import numpy as np
 import pytest
 
 from kvmsgr._ext import native
-from tests.native.loopback import GENERATION, NUM_LAYERS, PAGE_ROWS, SLOT, Pair
+from tests.native.loopback import GENERATION, NUM_LAYERS, NUM_PAGES, PAGE_ROWS, SLOT, Pair
 
 PAIRS = [(0, 1), (2, 0), (4, 5)]
+SCATTERED = [(page, (page * 7 + 3) % NUM_PAGES) for page in range(NUM_PAGES)]
 ALL_ROWS = len(PAIRS) * PAGE_ROWS * NUM_LAYERS
 
 
@@ -22,10 +25,10 @@ def test_a_dropped_write_is_reported_sent_and_never_lands(pair: Pair) -> None:
     pair.assert_moved([(0, 1), (4, 5)])
 
 
-def test_a_corrupted_write_differs_in_one_byte(pair: Pair) -> None:
+def test_a_flipped_write_differs_in_one_byte(pair: Pair) -> None:
     source = pair.source.memory.copy()
     pair.expect(len(PAIRS))
-    pair.source.poller.inject("corrupt", 3)
+    pair.source.poller.inject("flip", 3)
     pair.run_step(pair.begin(PAIRS))
     pair.target.wait(native.REACHED)
     pair.source.wait(native.SENT)
@@ -34,6 +37,55 @@ def test_a_corrupted_write_differs_in_one_byte(pair: Pair) -> None:
     assert pair.target.pages[0, 5, 1] == pair.source.pages[0, 4, 1] ^ 0xFF
     pair.assert_moved(PAIRS[:2])
     np.testing.assert_array_equal(pair.source.memory, source)
+
+
+def test_a_refused_write_fails_the_link(pair: Pair) -> None:
+    pair.source.poller.inject("fail", 3)
+    pair.run_step(pair.begin(PAIRS, tag=8))
+    assert pair.source.wait(native.LINK_FAILED, pair.link)[2:5:2] == (errno.EIO, native.FAILED_POST)
+    assert pair.source.wait(native.STOPPED, 8)[2] == 2 * PAGE_ROWS
+
+
+def test_reordered_writes_all_land(pair: Pair) -> None:
+    pair.source.poller.disturb(5, reorder=0.4, slow_ns=1000)
+    pair.expect(NUM_PAGES)
+    pair.begin(SCATTERED, ready=True, num_bumps=0)
+    pair.target.wait(native.REACHED)
+    assert pair.source.wait(native.SENT)[2] == NUM_PAGES * PAGE_ROWS * NUM_LAYERS
+    pair.assert_moved(SCATTERED)
+
+
+def missing_pages(pair: Pair, seed: int) -> list[list[int]]:
+    """(layer, destination page) of what does not arrive when a fifth of the writes are dropped."""
+    pair.source.poller.disturb(seed, drop=0.2)
+    pair.target.memory[:] = 0
+    landed = pair.target.poller.stats()["landed_writes"]
+    last, *others = SCATTERED
+    pair.begin(others, ready=True, num_bumps=0)
+    assert pair.source.wait(native.SENT)[2] == len(others) * PAGE_ROWS * NUM_LAYERS
+    pair.source.poller.disturb(0)
+    pair.begin([last], ready=True, num_bumps=0)  # behind everything else, on the same link
+    pair.source.wait(native.SENT)
+    while not pair.target.pages[NUM_LAYERS - 1, last[1]].all():
+        assert pair.target.poller.stats()["landed_writes"] < landed + NUM_PAGES * NUM_LAYERS
+    missing = np.argwhere(~pair.target.pages.any(axis=2)).tolist()
+    pair.num_dropped += len(missing)
+    return missing
+
+
+def test_a_seed_spoils_the_same_writes_again(pair: Pair) -> None:
+    first = missing_pages(pair, 11)
+    assert 20 < len(first) < 90
+    assert missing_pages(pair, 11) == first
+    assert missing_pages(pair, 12) != first
+
+
+def test_chances_that_make_no_sense_are_refused(pair: Pair) -> None:
+    for drop, flip, reorder in ((1.5, 0.0, 0.0), (0.0, -0.1, 0.0), (0.6, 0.0, 0.6), (0.0, float("nan"), 0.0)):
+        with pytest.raises(ValueError, match="chances"):
+            pair.source.poller.disturb(1, drop=drop, flip=flip, reorder=reorder)
+    with pytest.raises(ValueError, match="a pause"):
+        pair.source.poller.disturb(1, slow_ns=10**9)
 
 
 def test_a_fault_needs_a_name_and_a_number(pair: Pair) -> None:

@@ -39,6 +39,8 @@ def send(source: Node, link: int, template: int) -> None:
 
 
 def test_nothing_lands_after_the_fence(source: Node, target: Target) -> None:
+    if not source.poller.fence_proven:
+        pytest.skip("closing this provider's endpoints under traffic can crash the process")
     link, template = target.pair_with(source)
     target.ask("expect", num_rows=NUM_TRANSFERS * ALL_ROWS)
     send(source, link, template)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -76,10 +78,60 @@ def test_a_lost_write_is_an_error_that_says_what_is_missing(provider: str, tmp_p
     assert int(error[1]) < int(error[2])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["enter", "interrupt", "time"])
+def test_a_held_demo_can_be_looked_at_and_goes_on(end: str, tmp_path: Path) -> None:
+    hold = ["--hold", "1"] if end == "time" else ["--hold"]
+    command = [sys.executable, "-m", "tools.refengine", "--new-tokens", "4", "--prompts", "2", *hold]
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    held = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert held.stdin is not None
+        assert held.stdout is not None
+        said = next(line for line in held.stdout if line.startswith("held: "))
+        pids = [int(pid) for pid in re.findall(r"process (\d+), decode (\d+)", said)[0]]
+        look = shlex.split(held.stdout.readline())
+        seen = subprocess.run([*look, "--json"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+        prefill, decode = json.loads(seen.stdout)["messengers"]
+        assert [prefill["pid"], decode["pid"]] == pids
+        check_legs(prefill["legs"], decode["legs"])
+        if end == "enter":
+            held.stdin.write("\n")
+            held.stdin.flush()
+        if end == "interrupt":
+            held.send_signal(signal.SIGINT)
+        rest = held.stdout.read()
+        assert rest.splitlines()[-1] == "bitwise equal: 2/2", rest
+        assert held.wait(60) == 0
+    finally:
+        held.kill()
+        held.communicate()
+
+
+def check_legs(serving: list[dict[str, Any]], fetching: list[dict[str, Any]]) -> None:
+    """Several requests are alive on both sides, and half of the layers of one are signalled."""
+    ours = {(leg["request_id"], leg["attempt"], leg["slot"], leg["generation"]) for leg in serving}
+    theirs = {(leg["request_id"], leg["attempt"], leg["slot"], leg["generation"]) for leg in fetching}
+    assert len(ours) >= 2
+    assert ours <= theirs
+    assert {leg["role"] for leg in serving} == {"serve"}
+    assert {leg["role"] for leg in fetching} == {"fetch"}
+    under_way = [leg for leg in serving if leg["layers_seen"]]
+    assert under_way
+    for leg in under_way:
+        assert (leg["layers_seen"], leg["num_layers"]) == (15, 30)
+        assert 0 < leg["rows_posted"] < leg["rows_expected"]
+
+
 def test_wrong_usage_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         parse(["--prompts", "0"])
     assert "0 is not at least 1" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        parse(["--hold", "5", "--post-at-end"])
+    assert "--hold shows transfers under way" in capsys.readouterr().err
 
 
 def test_built_in_prompts_differ_and_repeat_with_a_number() -> None:

@@ -63,9 +63,10 @@ def test_t01_abort_while_writes_are_in_the_air(seed: int, completes: bool) -> No
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_t01_writes_that_are_never_let_go_are_fenced(seed: int) -> None:
+@pytest.mark.parametrize("fence", ["endpoint", "rotation"])
+def test_t01_writes_that_are_never_let_go_are_fenced(seed: int, fence: str) -> None:
     async def scenario(air: Air) -> None:
-        async with world(air) as (decoder, prefiller):
+        async with world(air, fence=fence) as (decoder, prefiller):
             await go_live(decoder, prefiller)
             where = decoder.address("p")
             air.hold(where)

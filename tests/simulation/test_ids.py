@@ -16,11 +16,14 @@ NUM_SLOTS = 16  # x 16 generations: the 8 bits of an id that come round
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("seed", "num_requests"), [(1, 1000), (2, 200), (3, 200), (4, 200)])
-def test_t10_ids_wrap_with_aborts(seed: int, num_requests: int) -> None:
+@pytest.mark.parametrize(
+    ("seed", "num_requests", "fence"),
+    [(1, 1000, "endpoint"), (2, 200, "endpoint"), (3, 200, "rotation"), (4, 200, "rotation")],
+)
+def test_t10_ids_wrap_with_aborts(seed: int, num_requests: int, fence: str) -> None:
     async def scenario(air: Air) -> None:
         rng = Random(seed)
-        async with world(air, ("p", "q", "r")) as (decoder, *sources):
+        async with world(air, ("p", "q", "r"), fence=fence) as (decoder, *sources):
             for source in sources:
                 await go_live(decoder, source)
             free = decoder.node._slots._free

@@ -168,7 +168,7 @@ class Engine:
 
 
 @asynccontextmanager
-async def world(air: Air, prefillers: Sequence[str] = ("p",), **more: float) -> AsyncIterator[list[Engine]]:
+async def world(air: Air, prefillers: Sequence[str] = ("p",), **more: object) -> AsyncIterator[list[Engine]]:
     """A decoder and some prefillers, which serve; the decoder comes first. `more` are settings of all."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

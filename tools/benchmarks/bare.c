@@ -14,6 +14,7 @@
 #define NUM_IMMEDIATES (1u << 14)
 
 struct bare {
+    struct kv_fabric fabric;
     struct kv_domain domain;
     struct kv_endpoint endpoint;
     struct kv_region region;
@@ -32,10 +33,14 @@ static bool failed(struct bare *b, const char *call, int64_t rc)
 
 bool bare_open(struct bare *b, const char *provider, const char *node, void *memory, uint64_t bytes, bool is_target)
 {
-    if (!kv_domain_open(&b->domain, provider, node, CQ_ENTRIES, &b->error))
+    const char *call;
+    if (!kv_fabric_open(&b->fabric, provider, node, CQ_ENTRIES, &b->error))
         return false;
+    int rc = kv_domain_open(&b->domain, &b->fabric, &call);
+    if (rc)
+        return failed(b, call, rc);
     b->region = (struct kv_region){.address = memory, .bytes = bytes};
-    int rc = kv_region_open(&b->domain, &b->region, is_target ? FI_REMOTE_WRITE : FI_WRITE, kv_now_ns() >> 1);
+    rc = kv_region_open(&b->domain, &b->region, is_target ? FI_REMOTE_WRITE : FI_WRITE, kv_now_ns() >> 1);
     if (rc)
         return failed(b, "fi_mr_reg", rc);
     rc = kv_endpoint_open(&b->domain, &b->endpoint);
@@ -44,9 +49,10 @@ bool bare_open(struct bare *b, const char *provider, const char *node, void *mem
 
 void bare_close(struct bare *b)
 {
-    kv_endpoint_close(&b->endpoint);
-    kv_region_close(&b->region);
+    kv_endpoint_close(&b->domain, &b->endpoint);
+    kv_region_close(&b->domain, &b->region);
     kv_domain_close(&b->domain);
+    kv_fabric_close(&b->fabric);
     free(b);
 }
 
@@ -56,13 +62,13 @@ uint64_t bare_name(struct bare *b, uint8_t name[KV_NAME_BYTES])
         name[i] = b->endpoint.name[i];
     return b->endpoint.name_bytes;
 }
-uint64_t bare_base(struct bare *b) { return b->domain.virtual_addresses ? (uint64_t)(uintptr_t)b->region.address : 0; }
+uint64_t bare_base(struct bare *b) { return b->fabric.virtual_addresses ? (uint64_t)(uintptr_t)b->region.address : 0; }
 uint64_t bare_key(struct bare *b) { return fi_mr_key(b->region.mr); }
 
 bool bare_connect(struct bare *b, const uint8_t *name, uint64_t base, uint64_t key)
 {
     b->peer_base = base, b->peer_key = key;
-    int rc = kv_endpoint_connect(&b->endpoint, name, &b->peer);
+    int rc = kv_endpoint_connect(&b->domain, &b->endpoint, name, &b->peer);
     return rc ? failed(b, "fi_av_insert", rc) : true;
 }
 

@@ -17,7 +17,8 @@ import numpy.typing as npt
 
 ROOT = Path(__file__).parents[2]
 CORE = ROOT / "ext" / "core"
-SOURCES = [Path(__file__).with_name("bare.c"), *(CORE / name for name in ("census.c", "domain.c", "error.c"))]
+CORE_SOURCES = ("census.c", "domain.c", "error.c", "guard.c")
+SOURCES = [Path(__file__).with_name("bare.c"), *(CORE / name for name in CORE_SOURCES)]
 FLAGS = ["-std=gnu11", "-O3", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread"]
 
 NODE = "127.0.0.1"

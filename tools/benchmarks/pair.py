@@ -40,8 +40,8 @@ class Pair:
         self._stream = self.poller.add_counter(self.counter)
         self._bare = Bare(provider, self.pool, is_target=False)
         self._link, ours = self._source.open_link()
-        (address, regions), their_bare = self._target.ask("connect", ours, self._bare.name)
-        self.poller.connect_link(self._link, address, regions, WINDOW)
+        theirs, their_bare = self._target.ask("connect", ours, self._bare.name)
+        self._source.connect(self._link, theirs)
         self._bare.connect(their_bare)
         self._run = 0
         self._templates: dict[tuple[int, int], int] = {}

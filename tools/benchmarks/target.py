@@ -24,10 +24,11 @@ from .machine import pin
 POOL_BYTES = 128 << 20
 WINDOW = 128  # operations in flight, of the poller and of the bare loop
 ANSWER_S = 40.0
-SLOT, NUM_GENERATIONS = 3, 16
+SLOT, NUM_GENERATIONS, BEAT_SLOT = 3, 16, 4
+HEARTBEAT_NS, LEASE_NS = 10_000_000_000, 60_000_000_000  # both processes are starved and stopped at times
 
 Pool = npt.NDArray[np.uint8]
-Link = tuple[bytes, list[tuple[int, int, int]]]
+Link = tuple[bytes, list[tuple[int, int, int]], tuple[int, int, int]]  # address, regions, heartbeats
 Record = tuple[int, int, int, int, int]
 
 
@@ -45,7 +46,9 @@ class Node:
 
     def __init__(self, provider: str, pool: Pool, core: int, *, spin: bool) -> None:
         self.state = native.StateFile(None, incarnation=secrets.randbits(64))
-        self.poller = native.Poller(provider, self.state, core=core, spin=spin)
+        self.poller = native.Poller(
+            provider, self.state, core=core, spin=spin, heartbeat_ns=HEARTBEAT_NS, lease_ns=LEASE_NS
+        )
         self.poller.register(pool.ctypes.data, pool.nbytes)
         self._seen: list[Record] = []
 
@@ -66,9 +69,15 @@ class Node:
             self._seen += self.poller.take()
 
     def open_link(self) -> tuple[int, Link]:
-        link = self.poller.open_link([secrets.randbits(63)])
+        link = self.poller.open_link([secrets.randbits(63), secrets.randbits(63)])
         self.wait(native.LINK_OPENED)
-        return link, (self.poller.link_address(link), self.poller.link_regions(link))
+        self.state.link_beat(BEAT_SLOT, 0, link)
+        base, _, key = self.poller.link_cell(link)
+        return link, (self.poller.link_address(link), self.poller.link_regions(link), (base, key, BEAT_SLOT << 18))
+
+    def connect(self, link: int, peer: Link) -> None:
+        address, regions, beat = peer
+        self.poller.connect_link(link, address, regions, WINDOW, beat)
 
     def rest(self) -> None:
         """Wait until the poller sleeps: a young connection keeps it spinning, which would disturb the bare loop."""
@@ -97,7 +106,7 @@ class Answers:
 
     def connect(self, theirs: Link, their_bare: Name) -> tuple[Link, Name]:
         link, ours = self.node.open_link()
-        self.node.poller.connect_link(link, *theirs, WINDOW)
+        self.node.connect(link, theirs)
         self.bare.connect(their_bare)
         return ours, self.bare.name
 

@@ -65,7 +65,7 @@ def run(report: Report, provider: str, cores: Cores, num_pairs: int, corrupt_wri
     with Pair(provider, cores, target_spins=True) as pair:
         pair.rest()
         if corrupt_write:
-            pair.poller.inject("corrupt", corrupt_write)
+            pair.poller.inject("flip", corrupt_write)
         for page_bytes in PAGE_BYTES:
             pages = shuffled_pages(np.random.default_rng(0), page_bytes, MOVED_BYTES)
             num_wrong = verify(pair, pages, page_bytes)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 MODULE = "kvmsgr.runtime.fetch"
 COMPARISON = "        if landed == rows:\n"
-TEST = "tests/loopback/test_cancel.py"
+TEST = "tests/lost/test_cancel.py"
 SYMPTOM = "written after its pages were free"
 
 

@@ -23,6 +23,8 @@ for name in kvmsgr.__all__:  # some are loaded when they are first used
     getattr(kvmsgr, name)
 assert not importlib.util.find_spec("torch"), "the environment is not empty: it has torch"
 assert importlib.metadata.version("kvmsgr")
+from kvmsgr.inspect.schema import generated, shipped
+assert shipped() == generated()
 print("imported", kvmsgr.__file__)
 """
 
@@ -64,6 +66,7 @@ def main() -> None:
         python = out / "venv" / "bin" / "python"
         run(*pip, "--python", python, "install", "--quiet", "-c", CONSTRAINTS, wheel)
         run(python, "-I", "-c", PROBE, cwd=out)
+        run(python.with_name("kvmsgr-cli"), "--version", cwd=out)
 
 
 if __name__ == "__main__":

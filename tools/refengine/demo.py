@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -28,6 +29,7 @@ from .reference import Answer, run_alone
 from .report import PromptReport, Report
 from .selftest import bitwise_difference, difference_of
 
+LONGEST_HOLD_S = 3600
 REFERENCE_STEP_TOKENS = 1024  # the reference computes each prompt by itself, in one chunk
 
 
@@ -49,10 +51,22 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--post-at-end", action="store_true", help="send a prompt's pages only when all of it is computed")
     add("--corrupt-write", type=positive, metavar="N", help="flip a byte in the Nth write; the demo must notice")
     add("--drop-write", type=positive, metavar="N", help="lose the Nth write; the demo must notice")
+    add(
+        "--hold",
+        type=positive,
+        nargs="?",
+        const=LONGEST_HOLD_S,
+        default=0,
+        metavar="S",
+        help="stand still in the middle of the transfers for S seconds (or until Enter), to look at them",
+    )
     add("--json", type=Path, metavar="FILE", help="write the report there too")
     add("--time-limit", type=positive, default=300, metavar="S", help="seconds for everything (default: 300)")
     add("-v", "--verbose", action="store_true", help="show the logs of both processes")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.hold and options.post_at_end:
+        parser.error("--hold shows transfers under way; --post-at-end has none while a step runs")
+    return options
 
 
 def positive(text: str) -> int:
@@ -66,7 +80,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the children are ended in order
     torch.set_num_threads(1)
-    faulthandler.dump_traceback_later(2 * options.time_limit, exit=True)  # should even the time limit be stuck
+    faulthandler.dump_traceback_later(
+        2 * options.time_limit + options.hold, exit=True
+    )  # should even the time limit be stuck
     if options.json and not os.access(options.json.parent, os.W_OK):
         print(f"tools/demo: cannot write {options.json}: no such folder, or not writable", file=sys.stderr)
         return 2
@@ -115,6 +131,7 @@ def run(options: argparse.Namespace, questions: Sequence[str], log_folder: Path 
         fabric=options.provider,
         step_tokens=options.chunk_tokens,
         new_tokens=options.new_tokens,
+        hold_s=options.hold,
     )
     for_prefill = replace(
         for_decode,
@@ -124,7 +141,7 @@ def run(options: argparse.Namespace, questions: Sequence[str], log_folder: Path 
         corrupt_write=options.corrupt_write,
         drop_write=options.drop_write,
     )
-    with Children(options.time_limit, log_folder) as children:
+    with Children(options.time_limit + options.hold, log_folder) as children:
         children.start("prefill", roles.prefill, for_prefill)
         children.start("decode", roles.decode, for_decode)
         instability = bitwise_difference(checkpoint, options.seed)  # while the two load their weights
@@ -133,7 +150,7 @@ def run(options: argparse.Namespace, questions: Sequence[str], log_folder: Path 
         prefiller: roles.Ready = children.receive("prefill")
         decoder: roles.Ready = children.receive("decode")
         print(f"moving the KV of {len(prompts)} prompts over {prefiller.fabric}", flush=True)
-        deliveries, served = serve(children, prefiller, decoder, prompts)
+        deliveries, served = serve(children, prefiller, decoder, prompts, options.hold)
     for fault, nth in (("corrupt", options.corrupt_write), ("drop", options.drop_write)):
         if nth is not None and nth > served.num_writes:
             raise DemoFailed(f"there was no write {nth} to {fault}: {served.num_writes} were posted in all")
@@ -156,19 +173,41 @@ def run(options: argparse.Namespace, questions: Sequence[str], log_folder: Path 
 
 
 def serve(
-    children: Children, prefiller: roles.Ready, decoder: roles.Ready, prompts: dict[str, list[int]]
+    children: Children, prefiller: roles.Ready, decoder: roles.Ready, prompts: dict[str, list[int]], hold_s: int
 ) -> tuple[dict[str, Delivery], roles.Served]:
     """Let the decoder answer all prompts at once."""
     started = time.monotonic()
     try:
         children.send("prefill", roles.Serve(decoder.state_path))
         children.send("decode", roles.Generate(prefiller.descriptor, prompts))
+        if hold_s:
+            show_held(children, prefiller, decoder, hold_s)
         deliveries: dict[str, Delivery] = children.receive("decode")
         children.send("prefill", roles.Stop())
         served: roles.Served = children.receive("prefill")
     except DemoFailed as error:
         raise DemoFailed(f"{error}\n{time.monotonic() - started:.1f} s after the first request") from error
     return deliveries, served
+
+
+def show_held(children: Children, prefiller: roles.Ready, decoder: roles.Ready, hold_s: int) -> None:
+    """Say how to look at the transfers that stand still, and wait until they may go on."""
+    held: roles.Held = children.receive("prefill")
+    script = Path(sys.executable).with_name("kvmsgr-cli")
+    command = [str(script)] if script.exists() else [sys.executable, "-m", "kvmsgr.cli"]
+    by_hand = hold_s == LONGEST_HOLD_S
+    print(
+        f"held: {held.num_signals} of {held.num_layers} layers of a step are signalled, {held.num_alive} requests are "
+        f"alive; prefill is process {prefiller.pid}, decode {decoder.pid}. Look at both with\n"
+        f"  {shlex.join([*command, 'inspect', prefiller.state_path, decoder.state_path])}\n"
+        f"{'Enter goes on' if by_hand else f'going on in {hold_s} s, or at Ctrl-C'}",
+        flush=True,
+    )
+    try:
+        children.idle(hold_s, *([sys.stdin] if by_hand else []))
+    except KeyboardInterrupt:
+        print()
+    children.send("prefill", roles.GoOn())
 
 
 def describe(

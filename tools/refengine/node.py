@@ -13,10 +13,13 @@ from .cache import DIMS
 from .engine import Engine
 
 STALL_S = 0.5  # without a row landing, once all is posted: on one machine this is long
+STEP_TIMEOUT_S = 60.0
 TIME_ALLOWED_S = 240.0  # a prompt may wait for all others to be prefilled first
 
 
-async def open_messenger(name: str, engine: Engine, hidden: Tensor, fabric: str) -> kvmsgr.Messenger:
+async def open_messenger(
+    name: str, engine: Engine, hidden: Tensor, fabric: str, hold_s: float = 0.0
+) -> kvmsgr.Messenger:
     """Open a Messenger that moves the pages of an engine's cache and, a request, one hidden state.
 
     Args:
@@ -24,6 +27,7 @@ async def open_messenger(name: str, engine: Engine, hidden: Tensor, fabric: str)
         engine: Its cache and the fingerprint of its weights are announced to peers.
         hidden: Shape [num_slots, hidden]: context slots for the state of the last prefilled token.
         fabric: As in `kvmsgr.Config`.
+        hold_s: A step may stand still that long; no time runs out meanwhile.
     """
     group = kvmsgr.CacheGroup.from_tensors([engine.cache.tensor], dims=DIMS[engine.cache.layout], name="kv")
     config = kvmsgr.Config(
@@ -31,7 +35,8 @@ async def open_messenger(name: str, engine: Engine, hidden: Tensor, fabric: str)
         fabric=fabric,
         model=f"smollm2-135m@{engine.checkpoint.fingerprint}",
         stall_s=STALL_S,
-        time_allowed_s=TIME_ALLOWED_S,
+        time_allowed_s=TIME_ALLOWED_S + hold_s,
+        step_timeout_s=STEP_TIMEOUT_S + hold_s,
     )
     context = [kvmsgr.ContextBuffer("hidden", hidden)]
     return await kvmsgr.Messenger.open(config, kvmsgr.Cache(groups=[group]), context)

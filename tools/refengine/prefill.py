@@ -14,7 +14,7 @@ from .node import model_thread
 from .scheduler import Job, Piece, PrefillScheduler
 
 
-def ignore(request_id: str) -> None:
+def ignore(_: object) -> None:
     """A hook for those who need none."""
 
 
@@ -29,6 +29,7 @@ class PrefillNode:
         post_at_end: Announce a request's pages only when all of it is computed, to show what pushing early is worth.
         before_last_signal: Called in the model's thread with a request's id, just before the last layer of its last
             chunk is signalled.
+        after_signal: Called in the model's thread after each layer signal of a step, with their number so far.
     """
 
     def __init__(
@@ -40,15 +41,22 @@ class PrefillNode:
         max_running: int = 2,
         post_at_end: bool = False,
         before_last_signal: Callable[[str], None] = ignore,
+        after_signal: Callable[[int], None] = ignore,
     ) -> None:
         self._engine, self._messenger = engine, messenger
-        self._post_at_end, self._before_last_signal = post_at_end, before_last_signal
+        self._post_at_end = post_at_end
+        self._before_last_signal, self._after_signal = before_last_signal, after_signal
         self._scheduler = PrefillScheduler(step_tokens, max_running, lambda job: engine.allocate(job.num_prefill))
         self._requests: dict[Job, kvmsgr.PrefillRequest] = {}
         self._followers: set[asyncio.Task[None]] = set()
         self._work = asyncio.Event()
         self._between_steps = asyncio.Lock()
         self.outcomes: dict[str, kvmsgr.Outcome] = {}
+
+    @property
+    def num_alive(self) -> int:
+        """Requests whose pages are held."""
+        return len(self._requests)
 
     async def run(self) -> None:
         """Serve until cancelled."""
@@ -111,6 +119,7 @@ class PrefillNode:
                 for piece in ending:
                     self._before_last_signal(piece.job.request_id)
             step.signal.bump()
+            self._after_signal(num_layers)
 
         step.signal.start()
         hidden = self._engine.prefill(pieces, after_layer)

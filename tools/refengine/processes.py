@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -160,6 +160,10 @@ class Children:
                     if child.name == name:
                         raise DemoFailed(f"the {name} process ended without an answer")
         return inbox.popleft()
+
+    def idle(self, seconds: float, *files: IO[str]) -> None:
+        """Wait until one of `files` can be read, a child says something or dies, or the time is over."""
+        wait([*(child.pipe for child in self._talking), *(file.fileno() for file in files)], seconds)
 
     def __enter__(self) -> Children:
         return self

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +23,10 @@ from .processes import Channel
 
 @dataclass(frozen=True)
 class RoleOptions:
-    """Options of one process. `num_pages` and `seed` differ between the two, the rest need not."""
+    """Options of one process. `num_pages` and `seed` differ between the two, the rest need not.
+
+    `hold_s`: the longest that the prefiller stands still once, in the middle of a step; 0: it does not.
+    """
 
     num_pages: int
     num_requests: int
@@ -34,6 +39,7 @@ class RoleOptions:
     post_at_end: bool = False
     corrupt_write: int | None = None
     drop_write: int | None = None
+    hold_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,7 @@ class Ready:
     descriptor: kvmsgr.Descriptor
     fabric: str
     state_path: str
+    pid: int
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,20 @@ class Generate:
 
     source: kvmsgr.Descriptor
     prompts: dict[str, list[int]]
+
+
+@dataclass(frozen=True)
+class Held:
+    """From the prefiller: it stands still in the middle of a step."""
+
+    num_signals: int
+    num_layers: int
+    num_alive: int
+
+
+@dataclass(frozen=True)
+class GoOn:
+    """To the prefiller, when it is held."""
 
 
 @dataclass(frozen=True)
@@ -83,14 +104,15 @@ def make_engine(options: RoleOptions) -> Engine:
 
 def ready(messenger: kvmsgr.Messenger) -> Ready:
     assert messenger.state_path is not None
-    return Ready(messenger.descriptor, f"{messenger.fabric.provider} ({messenger.fabric.why})", messenger.state_path)
+    fabric = f"{messenger.fabric.provider} ({messenger.fabric.why})"
+    return Ready(messenger.descriptor, fabric, messenger.state_path, os.getpid())
 
 
 async def prefill(channel: Channel, options: RoleOptions) -> None:
     """The prefill process."""
     engine = make_engine(options)
     hidden = torch.zeros(options.num_requests, engine.config.hidden)
-    async with await open_messenger("prefill", engine, hidden, options.fabric) as messenger:
+    async with await open_messenger("prefill", engine, hidden, options.fabric, options.hold_s) as messenger:
         await channel.run(serve(channel, options, engine, messenger))
 
 
@@ -102,15 +124,36 @@ async def serve(channel: Channel, options: RoleOptions, engine: Engine, messenge
     def look(request_id: str) -> None:
         landed[request_id] = landed_rows(order.decoder_state_path, request_id) or 0
 
-    for kind, nth in (("corrupt", options.corrupt_write), ("drop", options.drop_write)):
+    loop, go_on = asyncio.get_running_loop(), threading.Event()
+    if not options.hold_s:
+        go_on.set()
+
+    def stand_still(num_signals: int) -> None:
+        """Once, in the middle of the first step that finds several requests alive."""
+        num_layers, num_alive = engine.config.num_layers, node.num_alive
+        if not go_on.is_set() and num_signals == num_layers // 2 and num_alive >= min(2, options.num_requests):
+            loop.call_soon_threadsafe(channel.send, Held(num_signals, num_layers, num_alive))
+            go_on.wait(options.hold_s)
+            go_on.set()
+
+    for kind, nth in (("flip", options.corrupt_write), ("drop", options.drop_write)):
         if nth is not None:
             messenger.inject(kind, nth)
     node = PrefillNode(
-        engine, messenger, step_tokens=options.step_tokens, post_at_end=options.post_at_end, before_last_signal=look
+        engine,
+        messenger,
+        step_tokens=options.step_tokens,
+        post_at_end=options.post_at_end,
+        before_last_signal=look,
+        after_signal=stand_still,
     )
     async with asyncio.TaskGroup() as group:
         running = group.create_task(node.run())
-        await channel.receive()  # Stop
+        try:
+            while isinstance(await channel.receive(), GoOn):
+                go_on.set()
+        finally:
+            go_on.set()  # else a held thread would keep us from ending early
         await node.drained()
         running.cancel()
     stats = messenger.stats()
@@ -121,7 +164,7 @@ async def decode(channel: Channel, options: RoleOptions) -> None:
     """The decode process."""
     engine = make_engine(options)
     hidden = torch.full((options.num_requests, engine.config.hidden), torch.nan)
-    async with await open_messenger("decode", engine, hidden, options.fabric) as messenger:
+    async with await open_messenger("decode", engine, hidden, options.fabric, options.hold_s) as messenger:
         await channel.run(generate(channel, options, engine, messenger))
 
 

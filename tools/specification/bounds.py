@@ -22,9 +22,7 @@ from tests.protocol.samples import SMALL
 Json = Any
 
 FORBIDDEN: Final = {
-    ("GroupLayout.num_heads", "most"): "there are fewer heads in all",
     ("GroupLayout.head_start", "most"): "there are fewer heads in all",
-    ("GroupLayout.planes", "most"): "each layer needs an entry for each plane",
     ("GroupLayout.entries", "most"): "a plane of a layer is named twice",
     ("LayerEntry.plane", "most"): "there is no such plane",
     ("LayerEntry.region", "most"): "there is no such region",
@@ -76,6 +74,7 @@ class _Field:
     def with_value(self, value: Json) -> dict[str, Json]:
         changed, holder = self._copy()
         holder[self.path[-1]] = value
+        _fit(self.name, value, holder)
         return changed
 
     def without(self) -> dict[str, Json]:
@@ -93,6 +92,17 @@ class _Field:
         for step in self.path[:-1]:
             holder = holder[step]
         return changed, holder
+
+
+def _fit(name: str, value: Json, holder: dict[str, Json]) -> None:
+    """Change what must go with a field, so that only its own bounds speak."""
+    match name, value:
+        case "Dispatch.tokens", bytes() if len(value) == 4 * MAX_TOKENS:
+            holder["num_tokens"] = MAX_TOKENS
+        case "GroupLayout.num_heads", int() if value > 1:
+            holder["total_heads"] = value
+        case "GroupLayout.planes", [dict(), *_]:
+            holder["entries"] = [holder["entries"][0] | {"plane": plane} for plane in range(len(value))]
 
 
 def plain(message: Message) -> dict[str, Json]:
@@ -256,8 +266,6 @@ def cases() -> Iterator[Case]:
         optional = not field.kind.required
         for probe in _probes(field.kind.type, field.value):
             changed = field.with_value(probe.value)
-            if (name, probe.what) == ("Dispatch.tokens", "longest"):
-                changed["num_tokens"] = MAX_TOKENS
             forbidden = FORBIDDEN.get((name, probe.what))
             if forbidden is None:
                 yield Case(f"{name}: {probe.what}", changed, probe.refused, probe.schema_tells)

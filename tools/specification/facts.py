@@ -36,14 +36,14 @@ FACTS: Final = {
     wire.Cancel: Fact(
         DECODER,
         "after Dispatch, at any time before Finished or Failed",
-        "Drained; Busy or Refuse where it was not accepted; Unknown where there is no such leg",
+        "Drained; Refuse where it was not accepted; none after Sent; Unknown where there is no such leg",
     ),
     wire.Drained: Fact(PREFILLER, "after Accept, as the last message of a leg that ends early", "none"),
     wire.Finished: Fact(DECODER, "after Dispatch, once", "none; the leg is over"),
     wire.Failed: Fact(
         BOTH,
         "after Dispatch (decoder) or Accept (prefiller)",
-        "to a decoder's: Drained where posting ends early; to a prefiller's: none, Drained of the prefiller follows",
+        "to a decoder's: Drained; to a prefiller's: none, and the prefiller's own Drained follows",
     ),
     wire.Rotate: Fact(BOTH, "when live", "Rotated"),
     wire.Rotated: Fact(BOTH, "after Rotate, once", "Resume"),
@@ -51,7 +51,7 @@ FACTS: Final = {
     wire.Restarted: Fact(
         PREFILLER, "after Accept; Drained of the old attempt follows", "a Dispatch of the new attempt"
     ),
-    wire.Unknown: Fact(BOTH, "in answer to a message about a leg of which there is no record", "none"),
+    wire.Unknown: Fact(PREFILLER, "in answer to a Cancel about a leg of which there is no record", "none"),
     wire.Goodbye: Fact(BOTH, "at any time, as the last message", "the connection is closed"),
 }
 

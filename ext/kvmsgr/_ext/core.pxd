@@ -144,10 +144,16 @@ cdef extern from "transfer.h" nogil:
 cdef extern from "link.h" nogil:
     struct kv_remote_region:
         uint64_t base, bytes, key
+    struct kv_remote_cell:
+        uint64_t base, key
+        uint32_t imm
 
 cdef extern from "fault.h" nogil:
     enum kv_fault:
-        KV_FAULT_DROP, KV_FAULT_CORRUPT
+        KV_FAULT_DROP, KV_FAULT_FLIP, KV_FAULT_FAIL, KV_FAULT_REORDER, KV_NUM_FAULTS
+    struct kv_disturbance:
+        uint64_t seed, slow_ns
+        double chance[5]
 
 cdef extern from "trace.h" nogil:
     struct kv_mark:
@@ -161,7 +167,7 @@ cdef extern from "records.h" nogil:
         KV_FEWER, KV_MORE, KV_DEADLINE
     enum kv_link_failure:
         KV_FAILED_OPEN, KV_FAILED_REGISTER, KV_FAILED_CONNECT, KV_FAILED_POST, KV_FAILED_COMPLETION
-        KV_FAILED_TIMEOUT, KV_FAILED_CLOSE
+        KV_FAILED_TIMEOUT, KV_FAILED_CLOSE, KV_FAILED_LEASE, KV_FAILED_STUCK
     struct kv_record:
         uint64_t kind, id, value, t_ns, extra
 
@@ -175,17 +181,17 @@ cdef extern from "poller.h" nogil:
         c_bool spin
         uint64_t spin_ns, sleep_max_ns
         uint32_t max_write_bytes
-        uint64_t link_bytes, op_timeout_ns
+        uint64_t link_bytes, op_timeout_ns, heartbeat_ns, lease_ns
     struct kv_bell:
         int fd
     struct kv_records:
         kv_bell bell
-    struct kv_domain:
-        pass
+    struct kv_fabric:
+        c_bool fence_proven
     struct kv_poller:
         kv_records records
-        kv_domain domain
-    const char *kv_domain_provider(const kv_domain *d)
+        kv_fabric fabric
+    const char *kv_fabric_provider(const kv_fabric *f)
     struct kv_entry_spec:
         int64_t src_region, src_base, dst_region, dst_base, signal
     struct kv_template_spec:
@@ -202,8 +208,10 @@ cdef extern from "poller.h" nogil:
     int64_t kv_open_link(kv_poller *p, const uint64_t *keys, uint32_t num_keys, kv_error *e)
     int64_t kv_link_name(kv_poller *p, uint32_t link, uint8_t *name, kv_error *e)
     int64_t kv_link_regions(kv_poller *p, uint32_t link, kv_remote_region *out, kv_error *e)
+    c_bool kv_link_cell(kv_poller *p, uint32_t link, kv_remote_region *out, kv_error *e)
     c_bool kv_connect_link(kv_poller *p, uint32_t link, const void *name, size_t name_bytes,
-                           const kv_remote_region *regions, uint32_t num_regions, uint32_t window, kv_error *e)
+                           const kv_remote_region *regions, uint32_t num_regions, uint32_t window,
+                           const kv_remote_cell *cell, kv_error *e)
     c_bool kv_close_link(kv_poller *p, uint32_t link, kv_error *e)
     int64_t kv_add_template(kv_poller *p, uint32_t link, const kv_template_spec *spec, kv_error *e)
     uint64_t kv_begin_step(kv_poller *p, uint32_t stream, uint32_t num_bumps, const kv_order *orders,
@@ -212,6 +220,8 @@ cdef extern from "poller.h" nogil:
     c_bool kv_stop_tag(kv_poller *p, uint32_t link, uint32_t tag, kv_error *e)
     unsigned kv_take(kv_poller *p, kv_record *out, unsigned max)
     c_bool kv_inject(kv_poller *p, kv_fault fault, uint64_t nth, kv_error *e)
+    c_bool kv_disturb(kv_poller *p, const kv_disturbance *d, kv_error *e)
+    c_bool kv_hold(kv_poller *p, c_bool hold, kv_error *e)
     c_bool kv_trace_on(kv_poller *p, uint32_t capacity, kv_error *e)
     uint32_t kv_trace_read(kv_poller *p, kv_mark *out, uint32_t max)
     enum: KV_NUM_STATS

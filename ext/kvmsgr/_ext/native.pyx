@@ -48,6 +48,10 @@ FAILED_POST = KV_FAILED_POST
 FAILED_COMPLETION = KV_FAILED_COMPLETION
 FAILED_TIMEOUT = KV_FAILED_TIMEOUT
 FAILED_CLOSE = KV_FAILED_CLOSE
+FAILED_LEASE = KV_FAILED_LEASE
+FAILED_STUCK = KV_FAILED_STUCK
+
+_FAULTS = {"drop": KV_FAULT_DROP, "flip": KV_FAULT_FLIP, "fail": KV_FAULT_FAIL, "reorder": KV_FAULT_REORDER}
 
 ATTEMPT_STATES = ("free", "counting", "done", "overflow", "ended")
 LABEL_BYTES = KV_LABEL_BYTES
@@ -557,9 +561,12 @@ cdef class Poller:
         max_write_bytes: Neighbouring runs are merged up to this.
         link_bytes: About the bytes in flight on a link.
         op_timeout_ns: A link fails when its oldest operation, or the provider's refusal, is older.
+        heartbeat_ns: Every connected link writes a heartbeat to its peer so often.
+        lease_ns: A link fails when no heartbeat of its peer has landed for so long, by this process's clock.
 
     Raises:
         NativeError: the provider is unknown, refused or cannot be opened.
+        OSError: shm, and no real-time signal is free to watch over its calls.
     """
 
     cdef kv_poller *poller
@@ -574,7 +581,8 @@ cdef class Poller:
 
     def __cinit__(self, str provider, StateFile state not None, *, node="127.0.0.1", int core=-1,
                   uint32_t cq_entries=8192, spin=None, uint64_t spin_ns=50_000, uint64_t sleep_max_ns=8_000_000,
-                  uint32_t max_write_bytes=1 << 20, uint64_t link_bytes=1 << 20, uint64_t op_timeout_ns=5_000_000_000):
+                  uint32_t max_write_bytes=1 << 20, uint64_t link_bytes=1 << 20, uint64_t op_timeout_ns=5_000_000_000,
+                  uint64_t heartbeat_ns=500_000_000, uint64_t lease_ns=2_000_000_000):
         cdef kv_error e
         cdef kv_config config
         cdef bytes raw_provider = provider.encode()
@@ -583,6 +591,9 @@ cdef class Poller:
         state._check(True)
         if core < -1 or core >= 1024 or not cq_entries or not max_write_bytes or not link_bytes or not sleep_max_ns:
             raise ValueError("core, cq_entries, max_write_bytes, link_bytes or sleep_max_ns is out of range")
+        if not heartbeat_ns or lease_ns < 2 * heartbeat_ns or lease_ns < 4 * sleep_max_ns:
+            raise ValueError(f"a lease of {lease_ns} ns: want at least two heartbeats ({heartbeat_ns} ns) and four "
+                             f"times the longest sleep ({sleep_max_ns} ns), and heartbeats")
         config.provider = raw_provider
         config.node = NULL if node is None else node_name
         config.core = core
@@ -593,6 +604,8 @@ cdef class Poller:
         config.max_write_bytes = max_write_bytes
         config.link_bytes = link_bytes
         config.op_timeout_ns = op_timeout_ns
+        config.heartbeat_ns = heartbeat_ns
+        config.lease_ns = lease_ns
         self.state = state
         self.counters = []
         self.owners = []
@@ -601,7 +614,7 @@ cdef class Poller:
         if self.poller == NULL:
             raise _error(&e, provider)
         _open_pollers.add(self)
-        self.provider = kv_domain_provider(&self.poller.domain).decode()
+        self.provider = kv_fabric_provider(&self.poller.fabric).decode()
         self.fd = self.poller.records.bell.fd
 
     def __dealloc__(self):
@@ -631,6 +644,11 @@ cdef class Poller:
                               "pthread_join", _ETIMEDOUT, self.provider)
         self.counters = []
         self.owners = []
+
+    @property
+    def fence_proven(self):
+        """Whether closing a link under traffic is known to stop what lands, and to harm nothing else."""
+        return self.poller.fabric.fence_proven
 
     def self_test(self):
         """Writes with immediate through the provider, the way production does. Before the first link or step.
@@ -668,15 +686,16 @@ cdef class Poller:
         return index
 
     def open_link(self, keys):
-        """Begins to open an endpoint that a peer may write to, with `keys[i]` for region i. Returns the link's id.
+        """Begins to open an endpoint that a peer may write to, with `keys[i]` for region i and the last for the cell
+        that its heartbeats go to. Returns the link's id.
 
         A LINK_OPENED or LINK_FAILED record follows. Either way it is closed by `close_link`.
         """
         cdef kv_error e
         cdef int64_t link
         cdef size_t num = len(keys)
-        if num != self.num_regions:
-            raise ValueError(f"{num} keys for {self.num_regions} regions")
+        if num != self.num_regions + 1:
+            raise ValueError(f"{num} keys for {self.num_regions} regions and a cell")
         cdef uint64_t *raw = <uint64_t *>calloc(num + 1, sizeof(uint64_t))
         if raw == NULL:
             raise MemoryError
@@ -709,16 +728,26 @@ cdef class Poller:
             raise _error(&e, self.provider)
         return [(regions[i].base, regions[i].bytes, regions[i].key) for i in range(num)]
 
-    def connect_link(self, uint32_t link, bytes address not None, regions, uint32_t window):
-        """Pairs the link with the peer's endpoint. After LINK_OPENED.
+    def link_cell(self, uint32_t link):
+        """(base, bytes, key) of where the peer's heartbeats go. After LINK_OPENED."""
+        cdef kv_error e
+        cdef kv_remote_region cell
+        if not kv_link_cell(self.poller, link, &cell, &e):
+            raise _error(&e, self.provider)
+        return cell.base, cell.bytes, cell.key
+
+    def connect_link(self, uint32_t link, bytes address not None, regions, uint32_t window, beat):
+        """Pairs the link with the peer's endpoint, and begins to send heartbeats and to expect them. After LINK_OPENED.
 
         Args:
             address: The peer's `link_address`.
             regions: The peer's `link_regions`.
-            window: Operations in flight that the peer grants.
+            window: Operations in flight that the peer grants; heartbeats come on top.
+            beat: (base, key, immediate) of the peer's heartbeats' cell; the immediate carries no rows.
         """
         cdef kv_error e
         cdef c_bool ok
+        cdef kv_remote_cell cell
         cdef size_t num = len(regions)
         cdef const char *name = address
         cdef size_t name_bytes = len(address)
@@ -728,8 +757,9 @@ cdef class Poller:
         try:
             for i in range(num):
                 raw[i].base, raw[i].bytes, raw[i].key = regions[i]
+            cell.base, cell.key, cell.imm = beat
             with nogil:
-                ok = kv_connect_link(self.poller, link, name, name_bytes, raw, <uint32_t>num, window, &e)
+                ok = kv_connect_link(self.poller, link, name, name_bytes, raw, <uint32_t>num, window, &cell, &e)
         finally:
             free(raw)
         if not ok:
@@ -857,11 +887,43 @@ cdef class Poller:
         return {kv_stats_names[i].decode(): values[i] for i in range(KV_NUM_STATS)}
 
     def inject(self, str kind, uint64_t nth):
-        """Spoils the nth write from now: "drop" pretends it was sent, "corrupt" sends a copy with one byte flipped."""
+        """Spoils the nth write from now, once: "drop" pretends it was sent, "flip" sends a copy with one byte flipped,
+        "fail" lets the post fail and with it the link.
+        """
         cdef kv_error e
-        if kind not in ("drop", "corrupt"):
-            raise ValueError(f"there is no fault {kind!r}: drop or corrupt")
-        if not kv_inject(self.poller, KV_FAULT_DROP if kind == "drop" else KV_FAULT_CORRUPT, nth, &e):
+        if kind not in _FAULTS or kind == "reorder":
+            raise ValueError(f"there is no fault {kind!r}: drop, flip or fail")
+        if not kv_inject(self.poller, <kv_fault><int>_FAULTS[kind], nth, &e):
+            raise _error(&e, self.provider)
+
+    def disturb(self, uint64_t seed, *, double drop=0.0, double flip=0.0, double fail=0.0, double reorder=0.0,
+                uint64_t slow_ns=0):
+        """Spoils each write from now on with these chances, and pauses for `slow_ns` between rounds.
+
+        The same seed decides the same about the nth write from now. "reorder" sets a write aside until 1 to 4 later
+        ones of its link are posted, or nothing else is left; the others as in `inject`.
+        """
+        cdef kv_error e
+        cdef kv_disturbance order
+        order.seed, order.slow_ns = seed, slow_ns
+        order.chance[<int>KV_FAULT_DROP], order.chance[<int>KV_FAULT_FLIP] = drop, flip
+        order.chance[<int>KV_FAULT_FAIL], order.chance[<int>KV_FAULT_REORDER] = fail, reorder
+        if slow_ns >= 1_000_000_000:
+            raise ValueError(f"a pause of {slow_ns} ns between rounds: want less than a second")
+        if not kv_disturb(self.poller, &order, &e):
+            raise _error(&e, self.provider)
+
+    def hold(self, bint hold):
+        """While held, what lands stays unseen: no completion queue is read, but posting goes on.
+
+        Leases are not judged meanwhile, and begin anew afterwards; our heartbeats wait for the completion of the one
+        before, so a peer may lose us. A closing link is still closed. When this returns, it is so.
+        """
+        cdef kv_error e
+        cdef c_bool ok
+        with nogil:
+            ok = kv_hold(self.poller, hold, &e)
+        if not ok:
             raise _error(&e, self.provider)
 
     def trace(self, uint32_t capacity):

@@ -92,17 +92,35 @@ class Operation:
 
 
 @dataclass(eq=False, slots=True)
+class Port:
+    """An endpoint of ours with the keys of its regions. A link has one to itself, or shares it with all others."""
+
+    number: int
+    endpoint: Endpoint
+    keys: tuple[int, ...]
+    closed: bool = False
+    asked: bool = False  # to close, by a caller who is told
+
+
+@dataclass(eq=False, slots=True)
 class Link:
-    """One endpoint of ours paired with one of a peer."""
+    """What goes to one peer and comes from it.
+
+    `port` is what it sends through; `told` are the ports that its peer may write to. `target` is where its writes go,
+    and `beat` where its heartbeats do: (address, offset, key, immediate).
+    """
 
     number: int
     keys: tuple[int, ...]
     cell: ctypes.Array[ctypes.c_char] = field(default_factory=lambda: ctypes.create_string_buffer(8))
-    endpoint: Endpoint | None = None
+    port: Port | None = None
+    told: set[Port] = field(default_factory=set)
     target: bytes = b""
     regions: Sequence[Remote] = ()
     window: int = 0
-    beat: tuple[int, int, int] | None = None
+    beat: tuple[bytes, int, int, int] | None = None
+    retarget: tuple[bytes, Sequence[Remote]] | None = None  # until nothing is in flight
+    held: bool = False  # until it may resume
     asked: bool = False  # to connect, by a caller
     connected: bool = False
     failed: bool = False
@@ -124,3 +142,8 @@ class Link:
     @property
     def alive(self) -> bool:
         return self.connected and not self.failed and not self.closing
+
+    @property
+    def waits(self) -> bool:
+        """It is held back, whatever it has to post."""
+        return self.held or self.retarget is not None

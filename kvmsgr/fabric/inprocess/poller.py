@@ -12,9 +12,9 @@ import numpy.typing as npt
 from kvmsgr._ext.native import LayerCounter, StateFile
 from kvmsgr.fabric.interface import Order, Record, Remote
 
-from .air import Air, Endpoint, Region
+from .air import Air, Region
 from .engine import Engine
-from .links import Link, Transfer
+from .links import Link, Port, Transfer
 from .plan import Entry, Run, Template, check_run, expand
 from .records import Records
 from .steps import Step, Stream
@@ -50,6 +50,7 @@ class InProcessPoller:
         op_timeout_ns: int = 5_000_000_000,
         heartbeat_ns: int = 500_000_000,
         lease_ns: int = 2_000_000_000,
+        shared_endpoint: bool = False,
     ) -> None:
         self.air = air
         self.closed = False
@@ -64,9 +65,11 @@ class InProcessPoller:
             op_timeout_ns=op_timeout_ns,
             heartbeat_ns=heartbeat_ns,
             lease_ns=lease_ns,
+            shared=shared_endpoint,
         )
         self._max_write_bytes = max_write_bytes
         self._started = False
+        self._shared = shared_endpoint
         self._owners: list[object] = []
         self._links: dict[int, Link] = {}  # those that nobody has asked to close
         self._templates: dict[int, Template] = {}
@@ -94,7 +97,7 @@ class InProcessPoller:
     def next_ns(self) -> int | None:
         """When there is something to do even if nothing happens until then."""
         with self.air.lock:
-            return None if self.closed or self._engine.vanished else self._engine.next_ns()
+            return None if self.closed or self._engine.vanished else self._engine.next_ns
 
     @property
     def fd(self) -> int:
@@ -159,12 +162,12 @@ class InProcessPoller:
             self._started = True
             self._num_links += 1
             link = self._links[self._num_links] = Link(self._num_links, tuple(keys))
-            self._engine.command(lambda: self._engine.open_link(link))
+            self._engine.command(lambda: self._engine.lives.open(link))
             return link.number
 
     def link_address(self, link: int) -> bytes:
         with self.air.lock:
-            return self._opened(link).address
+            return self._landing(link).endpoint.address
 
     def link_regions(self, link: int) -> list[Remote]:
         with self.air.lock:
@@ -180,25 +183,59 @@ class InProcessPoller:
         address: bytes,
         regions: Sequence[Remote],
         window: int,
-        beat: tuple[int, int, int] | None = None,
+        beat: tuple[int, int, int],
     ) -> None:
         with self.air.lock:
-            self._opened(link)
-            ours = self._links[link]
+            ours = self._opened(link)
             if ours.asked:
                 raise RuntimeError(f"link {link} is connected already")
             if window < 1:
                 raise ValueError(f"a window of {window} operations; want at least 1")
             ours.asked = True
-            ours.target, ours.regions, ours.window, ours.beat = address, list(regions), window, beat
-            self._engine.command(lambda: self._engine.connect_link(ours))
+            ours.target, ours.regions, ours.window = address, list(regions), window
+            ours.beat = (address, *beat)
+            self._engine.command(lambda: self._engine.lives.connect(ours))
 
     def close_link(self, link: int, fence: bool = True) -> None:
         with self.air.lock:
             ours = self._find(link)
             del self._links[link]
             self._templates = {number: other for number, other in self._templates.items() if other.link != link}
-            self._engine.command(lambda: self._engine.close_link(ours))
+            self._engine.command(lambda: self._engine.lives.close(ours, fence))
+
+    # Ports that all links share
+
+    def rotate(self, keys: Sequence[int]) -> None:
+        with self.air.lock:
+            self._check_shared()
+            num_regions = len(self._engine.posting.sources)
+            if len(keys) != num_regions:
+                raise ValueError(f"{len(keys)} keys for {num_regions} regions")
+            self._engine.command(lambda: self._engine.lives.rotate(tuple(keys)))
+
+    def close_port(self, port: int) -> None:
+        with self.air.lock:
+            self._check_shared()
+            if port not in [each.number for each in self._engine.lives.ports]:
+                raise KeyError(f"port {port} is not open")
+            self._engine.command(lambda: self._engine.lives.close_port(port))
+
+    def retarget_link(self, link: int, address: bytes, regions: Sequence[Remote], beat: tuple[int, int, int]) -> None:
+        with self.air.lock:
+            ours, new = self._find(link), list(regions)
+            if [region[:2] for region in new] != [region[:2] for region in ours.regions]:
+                raise ValueError(f"link {link}: the peer's regions are {new}; only their keys may change")
+            self._engine.command(lambda: self._engine.lives.retarget(ours, address, new, beat))
+
+    def resume_link(self, link: int) -> None:
+        with self.air.lock:
+            ours = self._find(link)
+            self._engine.command(lambda: setattr(ours, "held", False))
+
+    def _check_shared(self) -> None:
+        self._check_open()
+        if not self._shared:
+            raise RuntimeError("each link has a port of its own: open the poller with shared_endpoint=True")
 
     # What is written
 
@@ -327,7 +364,7 @@ class InProcessPoller:
     def hold(self, held: bool) -> None:
         """Read nothing, so that what is sent to it stays in the air; `Air.hold` does it to one endpoint alone."""
         with self.air.lock:
-            self._engine.hold(held)
+            self._engine.lives.hold(held)
             self._engine.wake()
 
     def vanish(self) -> None:
@@ -370,13 +407,20 @@ class InProcessPoller:
             raise KeyError(f"link {link} is not open")
         return self._links[link]
 
-    def _opened(self, link: int) -> Endpoint:
-        endpoint = self._find(link).endpoint
-        if endpoint is None:
+    def _opened(self, link: int) -> Link:
+        found = self._find(link)
+        if found.port is None:
             raise RuntimeError(f"link {link} has not been opened yet: wait for its LINK_OPENED record")
-        return endpoint
+        return found
+
+    def _landing(self, link: int) -> Port:
+        port = self._engine.lives.landing(self._opened(link))
+        if port is None:
+            raise RuntimeError(f"link {link} has no port: the one that all links shared is closed")
+        return port
 
     def _places(self, link: int) -> list[Remote]:
         """Base, bytes and key of each region and of the cell. Peers name bytes by offset: every base is 0."""
-        regions = self._opened(link).regions
-        return [(0, regions[key].num_bytes, key) for key in self._links[link].keys]
+        port = self._landing(link)
+        keys = (*port.keys, self._find(link).keys[-1])
+        return [(0, port.endpoint.regions[key].num_bytes, key) for key in keys]

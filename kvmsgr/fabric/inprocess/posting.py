@@ -6,6 +6,7 @@ import ctypes
 import errno
 from collections.abc import Callable
 from random import Random
+from typing import TYPE_CHECKING
 
 from kvmsgr._ext.native import FAILED_POST, SENT, STOPPED, StateFile
 
@@ -14,6 +15,9 @@ from .faults import Faults
 from .links import Aside, Link, Operation, Transfer
 from .plan import Entry, Run
 from .records import Records
+
+if TYPE_CHECKING:
+    from .lives import Lives
 
 MAX_POSTS = 32
 """Most writes of one round."""
@@ -24,8 +28,6 @@ class Posting:
 
     Args:
         watch: Looks at the layer counters, after every post.
-        fail_link: Ends a link with an errno and one of the FAILED codes.
-        is_live: Whether the lease of a link has not run out; asked before every post.
     """
 
     def __init__(
@@ -36,8 +38,6 @@ class Posting:
         random: Random,
         link_bytes: int,
         watch: Callable[[], bool],
-        is_live: Callable[[Link], bool],
-        fail_link: Callable[[Link, int, int], None],
     ) -> None:
         self.faults = Faults()
         self.sources: list[Region] = []
@@ -49,8 +49,6 @@ class Posting:
         self._random = random
         self._link_bytes = link_bytes
         self._watch = watch
-        self._is_live = is_live
-        self._fail_link = fail_link
 
     # Transfers
 
@@ -90,14 +88,14 @@ class Posting:
 
     # Posting
 
-    def round(self, links: list[Link]) -> bool:
+    def round(self, lives: Lives) -> bool:
         """Post some writes of some links; says whether any went."""
-        ready = [link for link in links if link.alive]
+        ready = [link for link in lives.links.values() if link.alive]
         left = self._random.randint(1, MAX_POSTS)
         posted = False
         while ready and left:
             link = self._random.choice(ready)
-            if self._post(link):
+            if self._post(link, lives):
                 posted = True
                 left -= 1
                 self._watch()
@@ -105,12 +103,12 @@ class Posting:
                 ready.remove(link)
         return posted
 
-    def _post(self, link: Link) -> bool:
+    def _post(self, link: Link, lives: Lives) -> bool:
         """Post the next write of a link. False: nothing may go on it now."""
         queue = [transfer for transfer in link.transfers if transfer.may_post]
         due = next((aside for aside in link.aside if aside.left <= 0 or not queue), None)
         full = link.num_flying >= link.window or link.flying_bytes >= self._link_bytes
-        if full or not (queue or due) or not self._is_live(link):
+        if full or not (queue or due) or not lives.may_post(link):
             return False
         if not self._air.has_room(link.target):
             self._records.count("again")
@@ -123,7 +121,7 @@ class Posting:
         transfer = self._random.choice(queue)
         fault = self.faults.next()
         if fault == "fail":
-            self._fail_link(link, errno.EIO, FAILED_POST)
+            lives.fail(link, errno.EIO, FAILED_POST)
             return False
         self._note(transfer)
         entry, write = transfer.advance()
@@ -134,11 +132,11 @@ class Posting:
         return self._send(link, transfer, entry, write, fault)
 
     def _send(self, link: Link, transfer: Transfer, entry: Entry, write: Run, fault: str = "") -> bool:
-        assert link.endpoint is not None
+        assert link.port is not None
         memory = self.sources[entry.src_region].address + entry.src_base + write.src
         base, _, key = link.regions[entry.dst_region]
         flight = Flight(
-            link.endpoint, link.target, key, base + entry.dst_base + write.dst, memory, write.num_bytes,
+            link.port.endpoint, link.target, key, base + entry.dst_base + write.dst, memory, write.num_bytes,
             transfer.immediate | write.rows - 1,
         )  # fmt: skip
         link.flying[flight] = Operation(link, transfer, write.num_bytes, self._records.clock())
@@ -169,11 +167,12 @@ class Posting:
     def beat(self, link: Link, memory: int, now_ns: int) -> None:
         """Write a heartbeat to the peer's cell, past the queue and the window. One is in flight at most."""
         assert link.beat is not None
-        assert link.endpoint is not None
-        offset, key, immediate = link.beat
-        flight = Flight(link.endpoint, link.target, key, offset, memory, 8, immediate, beats=True)
+        assert link.port is not None
+        address, offset, key, immediate = link.beat
+        flight = Flight(link.port.endpoint, address, key, offset, memory, 8, immediate, beats=True)
         link.flying[flight] = Operation(link, None, 0, now_ns)
         link.beating = True
+        self._records.count("beats_sent")
         self._air.send(flight)
 
 

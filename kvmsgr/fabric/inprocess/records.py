@@ -11,7 +11,7 @@ from kvmsgr.fabric.interface import Record
 
 STATS = (
     "posted_writes", "posted_bytes", "posted_rows", "completed_writes", "landed_writes", "landed_rows", "strays",
-    "again", "errors", "lost_records", "rounds", "naps", "sleeps",
+    "again", "errors", "lost_records", "rounds", "naps", "sleeps", "beats_sent", "beats_heard", "abandoned",
 )  # fmt: skip
 
 

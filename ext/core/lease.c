@@ -1,0 +1,150 @@
+/* Heartbeats and leases. Every connected link writes 8 bytes with an immediate to a cell of its peer, now and then, and
+   fails when nothing of the kind has landed here for the time of a lease.
+
+   A lease is judged by a fresh clock before every write and every read of a completion queue. So a process that was
+   stopped believes no heartbeat that was queued meanwhile, and posts at most the one write it was about to make.
+
+   Two links of one process that meet over shm share memory without libfabric's knowing: a heartbeat to an endpoint that
+   was just closed would crash the process. They are given theirs by a plain store, under a lock. */
+#include "poller.h"
+#include <errno.h>
+#include <stdio.h>
+
+/* ---- the cells of this process ---- */
+static pthread_mutex_t cells_lock = PTHREAD_MUTEX_INITIALIZER;
+static struct kv_node cells = {&cells, &cells};
+
+void kv_cell_publish(struct kv_cell *c)
+{
+    pthread_mutex_lock(&cells_lock);
+    kv_list_append(&cells, &c->in_process);
+    pthread_mutex_unlock(&cells_lock);
+}
+
+void kv_cell_withdraw(struct kv_cell *c)
+{
+    pthread_mutex_lock(&cells_lock);
+    kv_list_remove(&c->in_process);
+    pthread_mutex_unlock(&cells_lock);
+}
+
+/* A heartbeat; into nothing when the peer has closed meanwhile. */
+static void touch(const struct kv_remote_cell *cell)
+{
+    pthread_mutex_lock(&cells_lock);
+    KV_EACH(node, &cells) {
+        struct kv_cell *c = KV_OF(node, struct kv_cell, in_process);
+        if ((uintptr_t)c->region.address == cell->base && c->key == cell->key)
+            atomic_fetch_add_explicit(&c->beats, 1, memory_order_relaxed);
+    }
+    pthread_mutex_unlock(&cells_lock);
+}
+
+static bool in_this_process(const struct kv_fabric *f, const uint8_t *name)
+{
+    int pid;
+    return f->shares_locks && sscanf((const char *)name, "fi_shm://%d:", &pid) == 1 && pid == getpid();
+}
+
+/* ---- leases ---- */
+void kv_lease_begin(struct kv_poller *p, struct kv_link *l)
+{
+    uint64_t now_ns = kv_look(p);
+    l->peer_in_process = in_this_process(&p->fabric, l->remote_name);
+    l->beat_due_ns = now_ns;
+    l->lease_until_ns = now_ns + p->config.lease_ns;
+    if (l->lease_until_ns < l->port->domain->lease_until_ns)
+        l->port->domain->lease_until_ns = l->lease_until_ns;
+    p->beats_checked_ns = 0;   /* the first goes at once */
+}
+
+static void renew(struct kv_poller *p, struct kv_link *l)
+{
+    if (p->now_ns <= l->lease_until_ns)
+        l->lease_until_ns = p->now_ns + p->config.lease_ns;
+    l->heard_ns = l->heard_ns ? l->heard_ns : p->now_ns;
+    kv_count(&p->stats.beats_heard, 1);
+}
+
+void kv_link_heard(struct kv_poller *p, uint32_t link)
+{
+    struct kv_link *l = kv_link_find(p, link);
+    if (l && l->lease_until_ns != UINT64_MAX)
+        renew(p, l);
+}
+
+void kv_leases_judge(struct kv_poller *p, struct kv_domain *d)
+{
+    d->lease_until_ns = UINT64_MAX;
+    for (uint32_t slot = 0; slot < KV_MAX_LINKS; slot++) {
+        struct kv_link *l = p->links[slot];
+        if (!l || l->failed || l->closing || l->port->domain != d)
+            continue;
+        if (p->now_ns > l->lease_until_ns)
+            kv_link_fail(p, l, ETIMEDOUT, KV_FAILED_LEASE);
+        else if (l->lease_until_ns < d->lease_until_ns)
+            d->lease_until_ns = l->lease_until_ns;
+    }
+}
+
+void kv_leases_renew(struct kv_poller *p)
+{
+    uint64_t until_ns = kv_look(p) + p->config.lease_ns;
+    for (uint32_t slot = 0; slot < KV_MAX_LINKS; slot++)
+        if (p->links[slot] && p->links[slot]->lease_until_ns != UINT64_MAX)
+            p->links[slot]->lease_until_ns = until_ns;
+}
+
+/* ---- heartbeats ---- */
+static ssize_t post_beat(struct kv_poller *p, struct kv_link *l)
+{
+    struct kv_domain *d = l->port->domain;
+    struct kv_op *op = &l->ops[l->window];
+    if (l->peer_in_process) {
+        touch(&l->remote_cell);
+        return 0;
+    }
+    ssize_t rc = kv_domain_put(d, &(struct kv_put){
+        .ep = l->port->endpoint.ep, .src = d->beat.address, .bytes = d->beat.bytes, .desc = d->beat.desc,
+        .imm = l->remote_cell.imm, .to = l->address, .dst = l->remote_cell.base, .key = l->remote_cell.key,
+        .context = &op->context});
+    if (!rc) {
+        l->beating = true;
+        op->transfer = NULL;
+        kv_link_fly(p, op, 0);
+    }
+    return rc;
+}
+
+static void listen_in_process(struct kv_poller *p, struct kv_link *l)
+{
+    uint64_t beats = atomic_load_explicit(&l->cell.beats, memory_order_relaxed);
+    if (beats != l->beats_seen && !p->held)
+        renew(p, l);
+    l->beats_seen = beats;
+}
+
+void kv_beat(struct kv_poller *p)
+{
+    for (uint32_t slot = 0; slot < KV_MAX_LINKS; slot++) {
+        struct kv_link *l = p->links[slot];
+        if (!l || l->failed || l->closing || l->beat_due_ns == UINT64_MAX)
+            continue;
+        uint64_t now_ns = kv_look(p);
+        if (kv_lease_over(p, l)) {
+            kv_link_fail(p, l, ETIMEDOUT, KV_FAILED_LEASE);
+            continue;
+        }
+        if (l->peer_in_process)
+            listen_in_process(p, l);
+        if (now_ns < l->beat_due_ns || l->beating)
+            continue;
+        ssize_t rc = post_beat(p, l);
+        if (!rc) {
+            kv_count(&p->stats.beats_sent, 1);
+            l->beat_due_ns = now_ns + p->config.heartbeat_ns;
+        } else if (rc != -FI_EAGAIN) {   /* the provider is asked again soon; if it never agrees the lease ends it */
+            kv_link_fail(p, l, (int)-rc, KV_FAILED_POST);
+        }
+    }
+}

@@ -1,0 +1,82 @@
+#include "port.h"
+#include "poller.h"
+#include <stdlib.h>
+
+struct kv_port *kv_port_new(const struct kv_region *regions, const uint64_t *keys, uint32_t num_regions)
+{
+    struct kv_port *o = calloc(1, sizeof *o + num_regions * (sizeof *o->regions + sizeof *o->keys));
+    if (!o)
+        return NULL;
+    o->num_regions = num_regions;
+    o->keys = (void *)(o->regions + num_regions);
+    for (uint32_t i = 0; i < num_regions; i++) {
+        o->regions[i] = (struct kv_region){.address = regions[i].address, .bytes = regions[i].bytes};
+        o->keys[i] = keys[i];
+    }
+    return o;
+}
+
+/* A domain of its own, with the same sources. */
+static int open_domain(struct kv_poller *p, struct kv_port *o)
+{
+    const char *call;
+    struct kv_domain *d = malloc(sizeof *d);
+    if (!d)
+        return -FI_ENOMEM;
+    int rc = kv_domain_open(d, &p->fabric, &call);
+    if (rc) {
+        free(d);
+        return rc;
+    }
+    d->guard = &p->guard;
+    o->domain = d;
+    for (uint32_t i = 0; i < p->domain.num_sources && !rc; i++)
+        rc = kv_domain_add_source(d, p->domain.sources[i].address, p->domain.sources[i].bytes);
+    return rc;
+}
+
+int kv_port_open(struct kv_poller *p, struct kv_port *o, enum kv_link_failure *what)
+{
+    int rc = 0;
+    *what = KV_FAILED_OPEN;
+    if (p->fabric.shares_locks)
+        rc = open_domain(p, o);
+    else
+        o->domain = &p->domain;
+    if (o->domain && !o->domain->num_ports++)
+        kv_list_append(&p->domains, &o->domain->in_poller);
+    if (!rc)
+        rc = kv_endpoint_open(o->domain, &o->endpoint);
+    for (uint32_t i = 0; i < o->num_regions && !rc; i++) {
+        *what = KV_FAILED_REGISTER;
+        rc = kv_region_open(o->domain, &o->regions[i], FI_REMOTE_WRITE, o->keys[i]);
+        if (!rc)
+            o->keys[i] = fi_mr_key(o->regions[i].mr);   /* ours, unless the provider makes them */
+    }
+    return rc;
+}
+
+int kv_port_close(struct kv_port *o)
+{
+    struct kv_domain *d = o->domain;
+    int rc = d ? kv_endpoint_close(d, &o->endpoint) : 0;
+    for (uint32_t i = 0; i < o->num_regions && !rc; i++)
+        rc = kv_region_close(d, &o->regions[i]);
+    o->closed = !rc;
+    if (d && !rc)
+        d->unread = !d->abandoned;
+    return rc;
+}
+
+void kv_port_free(struct kv_port *o)
+{
+    struct kv_domain *d = o->domain;
+    if (d && !--d->num_ports) {
+        kv_list_remove(&d->in_poller);
+        if (d->guard) {
+            kv_domain_close(d);
+            free(d);
+        }
+    }
+    free(o);
+}

@@ -1,0 +1,28 @@
+/* A port: an endpoint with all regions registered for what lands through it. Each link has one of its own. */
+#ifndef KV_PORT_H
+#define KV_PORT_H
+#include "domain.h"
+#include "records.h"
+
+struct kv_poller;
+
+struct kv_port {
+    struct kv_domain *domain;     /* its own where the provider shares locks, else the poller's; NULL: not opened */
+    struct kv_endpoint endpoint;
+    bool closed;
+    uint32_t num_regions;
+    uint64_t *keys;
+    struct kv_region regions[];   /* registered for remote write, under `keys` */
+};
+
+/* Callers' side. NULL without memory. */
+struct kv_port *kv_port_new(const struct kv_region *regions, const uint64_t *keys, uint32_t num_regions);
+
+/* Poller's side. Returns 0 or -errno and what it was about. */
+int kv_port_open(struct kv_poller *p, struct kv_port *o, enum kv_link_failure *what);
+/* Nothing lands through it any more; what has landed is in the completion queue. Returns 0 or -errno: no fence. */
+int kv_port_close(struct kv_port *o);
+void kv_port_free(struct kv_port *o);   /* and its domain */
+
+static inline bool kv_port_abandoned(const struct kv_port *o) { return o->domain && o->domain->abandoned; }
+#endif
