@@ -8,6 +8,9 @@ from msgspec import Meta, Struct
 
 from .bounds import MAX_ENTRIES, MAX_GROUPS, MAX_REGIONS, U31, U63, U64, Generation, Name, Positive, Slot
 
+BEAT_BYTES = 8
+"""Bytes of a heartbeat."""
+
 
 class Region(Struct, frozen=True):
     """Memory the receiver of this message may write into.
@@ -27,13 +30,17 @@ class Beat(Struct, frozen=True):
     """Where heartbeats go: a write of one row into a cell, counted like every other, on a slot granted for it alone.
 
     Args:
-        cell: Memory of at least 8 bytes that nobody reads.
+        cell: Memory that nobody reads, at least `BEAT_BYTES`.
         slot, generation: What the write carries in its immediate.
     """
 
     cell: Region
     slot: Slot
     generation: Generation
+
+    def __post_init__(self) -> None:
+        if self.cell.num_bytes < BEAT_BYTES:
+            raise ValueError(f"a heartbeat cell of {self.cell.num_bytes} bytes; {BEAT_BYTES} are written")
 
 
 class Endpoint(Struct, frozen=True):
