@@ -279,11 +279,12 @@ class PeerDriver:
         assert self.link is not None
         assert self._beat is not None
         node, poller = self.node, self.node.fabric.poller
+        base, _, key = poller.link_cell(self.link)
         return Endpoint(
             provider=node.fabric.choice.provider,
             address=poller.link_address(self.link),
             window=node.config.window,
-            beat=Beat(Region(*poller.link_cell(self.link)), *self._beat),
+            beat=Beat(base, key, *self._beat),
         )
 
     def _attach(self, attach: Attach) -> None:
@@ -373,7 +374,7 @@ class PeerDriver:
 
 def _beat_target(beat: Beat) -> tuple[int, int, int]:
     """Address, key and immediate of a heartbeat."""
-    return beat.cell.base, beat.cell.key, immediate.base(beat.slot, beat.generation)
+    return beat.base, beat.key, immediate.base(beat.slot, beat.generation)
 
 
 def _fitting_rank(attach: Attach, provider: str) -> RankAttach:

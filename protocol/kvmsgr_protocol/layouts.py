@@ -8,10 +8,6 @@ from msgspec import Meta, Struct
 
 from .bounds import MAX_ENTRIES, MAX_GROUPS, MAX_REGIONS, U31, U63, U64, Generation, Name, Positive, Slot
 
-BEAT_BYTES = 8
-"""Bytes of a heartbeat."""
-
-
 class Region(Struct, frozen=True):
     """Memory the receiver of this message may write into.
 
@@ -27,20 +23,19 @@ class Region(Struct, frozen=True):
 
 
 class Beat(Struct, frozen=True):
-    """Where heartbeats go: a write of one row into a cell, counted like every other, on a slot granted for it alone.
+    """Where heartbeats go: a write of 8 bytes and one row into a cell, counted like every other, on a slot granted for
+    heartbeats alone.
 
     Args:
-        cell: Memory that nobody reads, at least `BEAT_BYTES`.
+        base: Address to put into the write. Nobody reads what is there.
+        key: The remote key.
         slot, generation: What the write carries in its immediate.
     """
 
-    cell: Region
+    base: U64
+    key: U64
     slot: Slot
     generation: Generation
-
-    def __post_init__(self) -> None:
-        if self.cell.num_bytes < BEAT_BYTES:
-            raise ValueError(f"a heartbeat cell of {self.cell.num_bytes} bytes; {BEAT_BYTES} are written")
 
 
 class Endpoint(Struct, frozen=True):
