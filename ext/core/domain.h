@@ -47,7 +47,7 @@ struct kv_domain {
     uint32_t num_ports;
     uint64_t lease_until_ns;     /* no lease of its links ends before */
     bool unread;                 /* an endpoint was closed since the queue last gave fewer entries than asked */
-    bool abandoned;
+    bool abandoned, announced;   /* the latter: its links know */
 };
 
 /* An address vector of its own: efa before 2.2 takes one endpoint on each, shm holds 256 addresses in each, and

@@ -146,7 +146,7 @@ static void test_closing_under_calls_ends_everything(struct node *source, struct
     for (int i = 0; i < 2; i++)
         CHECK(!pthread_create(&threads[i], NULL, call_until_closed, &callers[i]));
     CHECK(wait_record(target, KV_OVERFLOW).id == 1);
-    CHECK(kv_close_link(source->poller, (uint32_t)source->link, &error));
+    CHECK(kv_close_link(source->poller, (uint32_t)source->link, true, &error));
     wait_record(source, KV_LINK_CLOSED);
     for (int i = 0; i < 2; i++)
         pthread_join(threads[i], NULL);
