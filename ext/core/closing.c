@@ -1,5 +1,5 @@
-/* The end of ports and links. Closing a port is a fence: it is over when its endpoint is closed and the completion queue
-   has been read to its end. Then nothing can land through it, and nothing of ours is read any more. */
+/* The end of ports and links. Closing a port is a fence: it is over when its endpoint is closed and the completion
+   queue has been read to its end. Then nothing can land through it, and nothing of ours is read any more. */
 #include "poller.h"
 
 /* libfabric 1.17's net frees a listener but not what it has just accepted, and crashes when the peer's request comes in

@@ -1,7 +1,8 @@
 /* A link: a port of ours paired with an endpoint of a peer.
 
-   Callers make it (front_links.c) and hand it to the poller's thread, which opens, connects and closes it. What a caller
-   may read of it is written before `opened` is set; what the poller reads of a connect, before that command is pushed. */
+   Callers make it (front_links.c) and hand it to the poller's thread, which opens, connects and closes it. What a
+   caller may read of it is written before `opened` is set; what the poller reads of a connect, before that command is
+   pushed. */
 #ifndef KV_LINK_H
 #define KV_LINK_H
 #include "list.h"
@@ -120,8 +121,8 @@ void kv_link_fly(struct kv_poller *p, struct kv_op *op, struct kv_port *port, ui
 void kv_link_retire_op(struct kv_poller *p, struct kv_op *op);
 
 /* ---- the end of links and ports (closing.c) ---- */
-/* Stops everything on it. It ends when the port its peer may write to is over; without a fence, when nothing of it is in
-   flight. */
+/* Stops everything on it. It ends when the port its peer may write to is over; without a fence, when nothing of it is
+   in flight. */
 void kv_link_close(struct kv_poller *p, struct kv_link *l, bool fence);
 void kv_port_begin_closing(struct kv_poller *p, struct kv_port *o);
 /* After each read of the completion queues while something closes. */
@@ -132,7 +133,7 @@ void kv_rotate(struct kv_poller *p, struct kv_port *o);
 void kv_link_retarget(struct kv_poller *p, struct kv_link *l, struct kv_retarget *to);
 void kv_link_resume(struct kv_link *l);
 void kv_port_share(struct kv_poller *p, struct kv_port *o);   /* by all links that come */
-void kv_port_note(struct kv_poller *p);                       /* for callers, when it has changed what ports there are */
+void kv_port_note(struct kv_poller *p);                       /* for callers: there are other ports now */
 /* No write of a link that waits for it is in flight. */
 void kv_link_settle(struct kv_poller *p, struct kv_link *l);
 

@@ -90,7 +90,7 @@ struct kv_poller {
     uint32_t ports_made;
     _Atomic uint32_t port_current, port_older;   /* their numbers, for callers; 0: none */
     _Atomic bool rotating;        /* a caller has ordered another port */
-    alignas(64) uint64_t cells[KV_MAX_LINKS];    /* for a link slot each: a late heartbeat of a closed one is harmless */
+    alignas(64) uint64_t cells[KV_MAX_LINKS];    /* a link slot each: late heartbeats of a closed one are harmless */
     struct kv_stream *streams[KV_MAX_STREAMS];
     uint32_t num_streams;
     uint32_t num_armed;           /* steps that still have bumps to show */

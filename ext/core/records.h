@@ -17,7 +17,7 @@ enum kv_record_kind {
     KV_SLOT_REACHED,  /* id slot index, value rows: those awaited in this slot have landed */
     KV_LINK_HELD,     /* id link: it has its peer's new address, and nothing posted to the old one is in flight */
     KV_PORT_OPENED,   /* id port: every link has it now */
-    KV_PORT_FAILED,   /* id port, value errno, extra enum kv_link_failure: it was not opened (id 0), or does not close */
+    KV_PORT_FAILED,   /* id port, value errno, extra enum kv_link_failure: it does not close; id 0: does not open */
     KV_PORT_CLOSED,   /* id port: nothing can land through it, nothing was lost that had landed */
 };
 enum kv_step_fault { KV_FEWER = 1, KV_MORE, KV_DEADLINE };

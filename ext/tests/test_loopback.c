@@ -40,7 +40,8 @@ static bool open_node(struct node *n, const char *provider)
 {
     struct kv_config config = {.provider = provider, .node = "127.0.0.1", .core = -1, .cq_entries = 1024,
                                .spin_ns = 50 * KV_US, .sleep_max_ns = 8 * KV_MS, .max_write_bytes = PAGE,
-                               .link_bytes = 1 << 20, .op_timeout_ns = 10 * KV_S, .heartbeat_ns = KV_S / 2, .lease_ns = 10 * KV_S};
+                               .link_bytes = 1 << 20, .op_timeout_ns = 10 * KV_S,
+                               .heartbeat_ns = KV_S / 2, .lease_ns = 10 * KV_S};
     *n = (struct node){.state = kv_state_create(NULL, "1", &error)};
     CHECK(n->state);
     n->poller = kv_poller_open(&config, n->state, &error);

@@ -745,7 +745,7 @@ cdef class Poller:
             raise _error(&e, self.provider)
 
     def rotate(self, keys):
-        """Begins to open another port, with `keys[i]` for region i. PORT_OPENED (id: its number) or PORT_FAILED follows.
+        """Begins to open another port, with `keys[i]` for region i. PORT_OPENED (id: number) or PORT_FAILED follows.
 
         From PORT_OPENED on `link_address` and `link_regions` of every open link are the new port's; a link's own
         writes go through it as soon as none of them is in flight. The cells keep their keys. The port before stays
@@ -771,8 +771,8 @@ cdef class Poller:
             raise _error(&e, self.provider)
 
     def close_port(self, uint32_t port):
-        """Begins to close the older port, or the only one. PORT_CLOSED says that nothing can land through it any more and
-        that all that had landed is counted. LINK_CLOSED follows for closing links whose peers knew no newer port.
+        """Begins to close the older port, or the only one. PORT_CLOSED says that nothing can land through it any more
+        and that all that had landed is counted. LINK_CLOSED follows for closing links whose peers knew no newer port.
 
         A link with writes in flight through it fails: whether they have landed is not known.
         """
