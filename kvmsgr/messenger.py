@@ -72,6 +72,7 @@ class Messenger:
             cq_entries=config.cq_entries,
             heartbeat_s=config.heartbeat_s,
             lease_s=config.lease_s,
+            connect_timeout_s=config.connect_timeout_s,
             fence=config.fence,
             poller_core=config.poller_core,
             poller_spins=config.poller_spins,

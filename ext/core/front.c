@@ -69,13 +69,21 @@ undo:
     return NULL;
 }
 
-/* The thread might be stuck inside libfabric in a way that its guard does not know. */
+/* The thread might be stuck inside libfabric in a way that its guard does not know. As long as the guard leaves calls,
+   it is not. */
 static bool join(struct kv_poller *p)
 {
-    struct timespec until;
-    clock_gettime(CLOCK_REALTIME, &until);
-    until.tv_sec += JOIN_WAIT_S;
-    return !pthread_timedjoin_np(p->front.thread, NULL, &until);
+    uint64_t left = 0, left_before;
+    do {
+        struct timespec until;
+        clock_gettime(CLOCK_REALTIME, &until);
+        until.tv_sec += JOIN_WAIT_S;
+        left_before = left;
+        if (!pthread_timedjoin_np(p->front.thread, NULL, &until))
+            return true;
+        left = atomic_load_explicit(&p->stats.abandoned, memory_order_relaxed);
+    } while (left != left_before);
+    return false;
 }
 
 bool kv_poller_close(struct kv_poller *p)
@@ -93,6 +101,10 @@ bool kv_poller_close(struct kv_poller *p)
         }
     } else {
         kv_poller_wind_down(p);
+    }
+    if (p->num_unclosable) {
+        p->front.stuck = true;
+        return false;
     }
     kv_state_detach(p->state, &p->commands.bell);
     kv_domain_close(&p->domain);

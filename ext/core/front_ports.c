@@ -49,12 +49,12 @@ bool kv_close_port(struct kv_poller *p, uint32_t number, struct kv_error *e)
         return false;
     kv_front_lock(p);
     uint32_t older = atomic_load(&p->port_older), oldest = older ? older : atomic_load(&p->port_current);
-    bool ok = number && number == oldest;
+    bool ok = oldest && (!number || number == oldest);
     if (!ok && older)
         kv_error_set(e, KV_MISSING, "port %u cannot be closed: the one to close is port %u", number, older);
     else if (!ok)
         kv_error_set(e, KV_MISSING, "port %u is not open", number);
-    ok = ok && kv_front_submit(p, (struct kv_command){.kind = KV_CLOSE_PORT, .value = number}, e);
+    ok = ok && kv_front_submit(p, (struct kv_command){.kind = KV_CLOSE_PORT, .value = oldest}, e);
     kv_front_unlock(p);
     kv_front_leave(p);
     return ok;

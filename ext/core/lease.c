@@ -50,7 +50,9 @@ static bool in_this_process(const struct kv_fabric *f, const uint8_t *name)
 void kv_lease_begin(struct kv_poller *p, struct kv_link *l)
 {
     struct kv_domain *d = kv_link_landing(l);
-    l->lease_until_ns = kv_look(p) + p->config.lease_ns;
+    l->connected_ns = kv_look(p);
+    uint64_t first_ns = p->config.first_lease_ns;
+    l->lease_until_ns = l->connected_ns + (first_ns > p->config.lease_ns ? first_ns : p->config.lease_ns);
     if (l->lease_until_ns < d->lease_until_ns)
         d->lease_until_ns = l->lease_until_ns;
     kv_beat_to(p, l, &l->remote_cell);

@@ -176,6 +176,8 @@ void kv_link_stop_tag(struct kv_poller *p, struct kv_link *l, uint32_t tag)
 
 void kv_link_check_timeouts(struct kv_poller *p)
 {
+    if (p->held)
+        return;   /* it is we who do not read */
     for (uint32_t slot = 0; slot < KV_MAX_LINKS; slot++) {
         struct kv_link *l = p->links[slot];
         if (!l || l->failed || l->closing)

@@ -79,6 +79,7 @@ struct kv_link {
     bool peer_in_process;         /* of shm */
     uint64_t beat_due_ns;         /* UINT64_MAX: not connected */
     uint64_t lease_until_ns;      /* likewise */
+    uint64_t connected_ns;        /* when it was; 0: it is not */
     uint64_t heard_ns;            /* when the first heartbeat of its peer landed; 0: none has */
     uint64_t beats_seen;          /* in our cell */
 

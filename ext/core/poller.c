@@ -288,9 +288,8 @@ void kv_poller_wind_down(struct kv_poller *p)
         kv_complete(p);
         kv_go_on_closing(p);
     }
-    for (uint32_t slot = 0; slot < KV_MAX_LINKS; slot++)
-        if (p->links[slot])   /* its endpoint would not close, and that has been reported */
-            kv_link_free(p->links[slot]);
+    if (p->num_unclosable)
+        return;   /* reported; what comes in may still be written to memory of ours, so all of it stays */
     KV_EACH(node, &p->ports)
         kv_port_free(KV_OF(node, struct kv_port, in_poller));
 }

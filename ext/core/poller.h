@@ -28,6 +28,7 @@ struct kv_config {
     uint64_t op_timeout_ns;
     uint64_t heartbeat_ns;        /* between two of a link */
     bool shared_endpoint;         /* one port for all links */
+    uint64_t first_lease_ns;      /* until the first heartbeat has landed, if it is longer: the peer may not be ready */
     uint64_t lease_ns;            /* a peer is lost when none of its heartbeats landed for so long */
 };
 
@@ -97,6 +98,7 @@ struct kv_poller {
     uint64_t num_flying;          /* operations */
     struct kv_link *links[KV_MAX_LINKS];
     uint32_t num_closing;         /* ports */
+    uint32_t num_unclosable;      /* ports; for good */
     bool ends_due;                /* a closing link may have nothing left in flight */
     uint32_t num_active;
     struct kv_node active;        /* links that have something to post */

@@ -24,7 +24,6 @@ NativePoller = native.Poller
 libfabric_version, providers = native.libfabric_version, native.providers
 StateFile = native.StateFile
 
-FIRST_PORT = 1
 FEW_QUEUE_PAIRS = frozenset({"efa", "verbs;ofi_rxm"})
 """Where an endpoint a peer does not go far: about 256 queue pairs a network interface."""
 
@@ -40,6 +39,7 @@ class FabricSettings:
     cq_entries: int
     heartbeat_s: float
     lease_s: float
+    connect_timeout_s: float
     fence: str
     poller_core: int | None
     poller_spins: bool | None
@@ -68,7 +68,6 @@ class Fabric:
         self._num_regions = num_regions
         self._state_lock = state_lock
         self.rotates = rotates
-        self._port, self._next_port = FIRST_PORT, FIRST_PORT
 
     def open_link(self) -> int:
         """Start to open an endpoint for one peer, registered under keys that nobody can guess or has seen before.
@@ -85,14 +84,9 @@ class Fabric:
         """Start to open another endpoint for all peers, under new keys."""
         self.poller.rotate(self._new_keys(self._num_regions))
 
-    def rotated(self, port: int) -> None:
-        """That endpoint is open."""
-        self._next_port = port
-
     def close_old_port(self) -> None:
-        """Start to close the endpoint that all peers wrote to before."""
-        self.poller.close_port(self._port)
-        self._port = self._next_port
+        """Start to close the endpoint that all peers wrote to before, or the only one."""
+        self.poller.close_port()
 
     @staticmethod
     def _new_keys(num: int) -> list[int]:
@@ -207,7 +201,8 @@ def _open_poller(provider: str, state: native.StateFile, settings: FabricSetting
         spin=settings.poller_spins,
         heartbeat_ns=heartbeat_ns,
         lease_ns=lease_ns,
-        **({"shared_endpoint": True} if rotates else {}),
+        first_lease_ns=int(settings.connect_timeout_s * 1e9),
+        shared_endpoint=rotates,
     )
 
 

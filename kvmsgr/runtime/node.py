@@ -59,6 +59,7 @@ RECORDS_A_BATCH = 256
 CLOSE_LINKS_S = 5.0
 WATCH_S = 1.0
 STUCK_TICKS = 5
+NO_PORT = 0  # of a PORT_FAILED record: the port that was to be opened
 
 
 class Node:
@@ -394,11 +395,13 @@ class Node:
         }
 
     def _port_opened(self, port: int, value: int, extra: int) -> None:
-        self.fabric.rotated(port)
         self.rotation.port_opened()
 
-    def _port_failed(self, port: int, errno: int, extra: int) -> None:
-        self.rotation.port_failed(errno)
+    def _port_failed(self, port: int, errno: int, call: int) -> None:
+        if port == NO_PORT:
+            self.rotation.port_failed(errno)
+        else:  # there is no fence: what waits for it waits until the messenger closes
+            log.error("port does not close", port=port, detail=records.link_failure(errno, call).text)
 
     def _port_closed(self, port: int, value: int, extra: int) -> None:
         self.rotation.port_closed()

@@ -181,7 +181,7 @@ cdef extern from "poller.h" nogil:
         c_bool spin, shared_endpoint
         uint64_t spin_ns, sleep_max_ns
         uint32_t max_write_bytes
-        uint64_t link_bytes, op_timeout_ns, heartbeat_ns, lease_ns
+        uint64_t link_bytes, op_timeout_ns, heartbeat_ns, lease_ns, first_lease_ns
     struct kv_bell:
         int fd
     struct kv_records:

@@ -567,6 +567,7 @@ cdef class Poller:
         op_timeout_ns: A link fails when its oldest operation, or the provider's refusal, is older.
         heartbeat_ns: Every connected link writes a heartbeat to its peer so often.
         lease_ns: A link fails when no heartbeat of its peer has landed for so long, by this process's clock.
+        first_lease_ns: The same until the first has landed, if it is longer: the peer may still be getting ready.
         shared_endpoint: All links land and send through one port (an endpoint and the registrations of all regions);
             for providers whose queue pairs are scarce. See `rotate`.
 
@@ -589,6 +590,7 @@ cdef class Poller:
                   uint32_t cq_entries=8192, spin=None, uint64_t spin_ns=50_000, uint64_t sleep_max_ns=8_000_000,
                   uint32_t max_write_bytes=1 << 20, uint64_t link_bytes=1 << 20, uint64_t op_timeout_ns=5_000_000_000,
                   uint64_t heartbeat_ns=500_000_000, uint64_t lease_ns=2_000_000_000,
+                  uint64_t first_lease_ns=0,
                   bint shared_endpoint=False):
         cdef kv_error e
         cdef kv_config config
@@ -613,6 +615,7 @@ cdef class Poller:
         config.op_timeout_ns = op_timeout_ns
         config.heartbeat_ns = heartbeat_ns
         config.lease_ns = lease_ns
+        config.first_lease_ns = first_lease_ns
         config.shared_endpoint = shared_endpoint
         self.state = state
         self.counters = []
@@ -814,8 +817,8 @@ cdef class Poller:
         if not ok:
             raise _error(&e, self.provider)
 
-    def close_port(self, uint32_t port):
-        """Begins to close the older port, or the only one. PORT_CLOSED says that nothing can land through it any more
+    def close_port(self, uint32_t port=0):
+        """Begins to close the older port, or the only one; `port` other than 0 must be its number. PORT_CLOSED says that nothing can land through it any more
         and that all that had landed is counted. LINK_CLOSED follows for closing links whose peers knew no newer port.
 
         A link with writes in flight through it fails: whether they have landed is not known.

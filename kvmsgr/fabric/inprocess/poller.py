@@ -213,10 +213,12 @@ class InProcessPoller:
                 raise ValueError(f"{len(keys)} keys for {num_regions} regions")
             self._engine.command(lambda: self._engine.lives.rotate(tuple(keys)))
 
-    def close_port(self, port: int) -> None:
+    def close_port(self, port: int = 0) -> None:
         with self.air.lock:
             self._check_shared()
-            if port not in [each.number for each in self._engine.lives.ports]:
+            open_ports = [each.number for each in self._engine.lives.ports]
+            port = port or min(open_ports, default=0)
+            if port not in open_ports:
                 raise KeyError(f"port {port} is not open")
             self._engine.command(lambda: self._engine.lives.close_port(port))
 
