@@ -57,8 +57,9 @@ class Fences:
                 pair.warm_up()
                 pair.target.hold(True)
                 pair.target.wait_rounds()
+            posted = pair.source.stats()["posted_writes"]
             pair.send(MANY)
-            pair.source.wait_stat("posted_writes", 4)
+            pair.source.wait_stat("posted_writes", posted + 16)
             rows = pair.target.close_under_traffic(pair.target_link, held=held)
             assert rows < MANY * NUM_PAGES * ROWS_A_PAGE
             assert held or rows > 0
@@ -79,8 +80,9 @@ class Fences:
             pair.target.hold(True)
             pair.target.wait_rounds()
             pair.source.memory[:] = 1
+            posted = pair.source.stats()["posted_writes"]
             pair.send(MANY)
-            pair.source.wait_stat("posted_writes", 4)
+            pair.source.wait_stat("posted_writes", posted + 16)
             pair.source.close_link(pair.link)
             pair.source.memory[:] = 255
             pair.target.hold(False)

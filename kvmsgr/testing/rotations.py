@@ -21,8 +21,8 @@ class Rotations:
     def test_a_live_link_is_moved_and_goes_on(self, fabric: FabricUnderTest) -> None:
         with Pair(fabric, shared_endpoint=True) as pair:
             need(pair, "rotate")
+            pair.warm_up()
             pair.target.expect(3 * ALL_ROWS)
-            pair.send(1)
             old = pair.target.place(pair.target_link)
             port = pair.target.rotate()
             new = pair.target.place(pair.target_link)
@@ -30,7 +30,14 @@ class Rotations:
             assert new.regions[0][:2] == old.regions[0][:2]
             assert new.regions[0][2] != old.regions[0][2]
 
+            before = pair.source.stats()["posted_writes"]
+            pair.source.hold(True)
+            pair.send(1)
+            pair.source.wait_stat("posted_writes", before + 1)
             pair.source.retarget(pair.link, new)
+            pair.source.wait_rounds()
+            assert not pair.source.seen(LINK_HELD), "something is in flight"
+            pair.source.hold(False)
             pair.source.wait(LINK_HELD, pair.link)
             pair.send(1)
             posted = pair.source.stats()["posted_writes"]
