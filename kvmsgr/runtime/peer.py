@@ -34,6 +34,7 @@ from kvmsgr_protocol import (
 )
 
 from .connection import Connection
+from .version import software
 
 if TYPE_CHECKING:
     from kvmsgr.fabric.records import LinkFailure
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from .node import Node
 
 log = structlog.get_logger("kvmsgr")
-SOFTWARE = "kvmsgr"
+SOFTWARE = software()
 GRACE_S = 0.05
 DISCONNECTED = frozenset(
     {errno.ECONNRESET, errno.ECONNABORTED, errno.ENOTCONN, errno.ECANCELED, errno.EPIPE, errno.ESHUTDOWN}

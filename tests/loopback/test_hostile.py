@@ -202,14 +202,14 @@ async def test_a_second_hello_costs_its_sender_the_connection_and_nobody_a_windo
             peer.send(hello(), hello())
             heard = await within(peer.hear())
             assert "second Hello" in str(heard[-1])
-        await until(lambda: not both.prefiller.node._peers, "the peers are forgotten")
+        await until(lambda: not both.prefiller.node.peers, "the peers are forgotten")
         assert both.prefiller.node._windows_granted == 0
 
 
 async def test_a_prompt_that_cannot_fit_is_refused_before_anything_is_planned() -> None:
     async with pair("net") as both:
         await taken_up(both, "first", [0])
-        (peer,) = both.decoder.node._peers
+        (peer,) = both.decoder.node.peers
         too_long = PAGES * PAGE_TOKENS + 2
         dispatch = Dispatch(
             request_id="long",
@@ -243,7 +243,7 @@ async def test_a_peer_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPa
 async def test_a_loop_that_was_busy_elsewhere_does_not_take_a_peer_for_dead() -> None:
     async with pair("net", connect_timeout_s=0.2) as both:
         fetch = both.fetch("r", 3, [0])
-        await until(lambda: any(peer._connection for peer in both.decoder.node._peers), "the connection")
+        await until(lambda: any(peer._connection for peer in both.decoder.node.peers), "the connection")
         time.sleep(0.3)  # noqa: ASYNC251  # the loop is blocked: its timers are due before it reads
         request = await both.asked()
         request.refuse("enough")
@@ -254,7 +254,7 @@ async def test_a_loop_that_was_busy_elsewhere_does_not_take_a_peer_for_dead() ->
 async def test_what_was_said_last_is_heard_while_the_other_side_is_talking() -> None:
     async with pair("net", context=False) as both:
         request = await taken_up(both, "r", [0])
-        (peer,) = both.prefiller.node._peers
+        (peer,) = both.prefiller.node.peers
         closing = asyncio.ensure_future(both.decoder.messenger.close())
         for _ in range(200):  # data the closing side never reads
             peer.send(Unknown("late", 9))

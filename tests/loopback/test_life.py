@@ -60,7 +60,7 @@ async def test_what_cannot_be_sent_is_refused_and_holds_nothing(live: bool) -> N
                 fetch("r", peer, [1, 1], [Span(0, 0, [0.5])])  # type: ignore[list-item]
         assert both.decoder.node._pages[0].num_held == 0
         assert both.decoder.node.context_slots.num_held == 0
-        assert both.decoder.node._slots.num_held == 0
+        assert both.decoder.node._slots.num_held <= 1, "only the heartbeats of the peer have a slot"
         good = fetch("r", peer, [1, 1], spans, payload=bytes(1 << 20), time_allowed_s=20, trace={"traceparent": "00"})
         request = await both.asked()
         assert len(request.payload) == 1 << 20
@@ -254,5 +254,5 @@ async def test_garbage_costs_only_its_own_connection() -> None:
             await within(reader.read())  # Hello, Goodbye, end
             writer.close()
             await writer.wait_closed()
-        await until(lambda: len(both.prefiller.node._peers) == 0, "the bad peers are forgotten")
+        await until(lambda: len(both.prefiller.node.peers) == 0, "the bad peers are forgotten")
         await serve_one(both)

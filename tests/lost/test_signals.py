@@ -1,0 +1,145 @@
+"""A process is killed, or stopped and woken after its lease, in the middle of transfers; a bystander goes on.
+
+What must hold, whatever the victim was doing:
+
+- The pages of its peer come back by the fence, within the lease and a second of the signal.
+- They have a next owner the moment they come back, who writes all over them: nothing of that shows up at the victim,
+  and nothing of the victim's changes it. The same holds for the pages of a victim that wakes up, and these come back
+  within a second.
+- Requests of a bystander end with every row counted and every byte right, all the time.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from .cluster import Child, Cluster, cluster, until
+
+LEASE_S, HEARTBEAT_S = 1.0, 0.25
+FENCE_S = 1.0  # from the end of the lease, or from waking up
+WIDTH, PAGES = 4, (4, 32)  # requests under way in a stream, and their sizes
+SEEDS = [1]
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.parametrize("fabric", ["net", "shm"]),
+    pytest.mark.parametrize("fence", ["endpoint", "rotation"]),
+    pytest.mark.parametrize("role", ["decoder", "prefiller"]),
+    pytest.mark.parametrize("seed", SEEDS),
+]
+
+
+@dataclass
+class Scene:
+    """`live` and `victim` have requests "victim-..." between them, `live` and `bystander` have "bystander-..."."""
+
+    cluster: Cluster
+    live: Child
+    victim: Child
+    bystander: Child
+
+    def decoder_of(self, other: Child) -> Child:
+        """Of what `live` and another have between them."""
+        return self.live if self.live.role == "decoder" else other
+
+    def prefiller_of(self, other: Child) -> Child:
+        return other if self.live.role == "decoder" else self.live
+
+    def stream(self, other: Child, name: str) -> None:
+        source = self.prefiller_of(other).descriptor
+        self.decoder_of(other).do("stream", name=name, source=source, width=WIDTH, pages=PAGES)
+
+    async def until_busy(self, seed: int) -> None:
+        """Until a moment in the middle; which one, the seed decides."""
+        num, decoder = random.Random(seed).randint(5, 25), self.decoder_of(self.victim)
+        await decoder.until(lambda: len(decoder.of("arrived", "victim-")) >= num, f"{num} requests arrived")
+
+    def signal(self, send: Callable[[], float]) -> float:
+        """Send the victim a signal; no new requests of it are asked for afterwards. Returns when."""
+        signalled = send()
+        self.decoder_of(self.victim).do("halt", name="victim")
+        return signalled
+
+    async def check_caught(self, side: Child, signalled: float, seconds: float) -> None:
+        """Requests of the victim were under way at the signal, and their pages on this side came back in time."""
+        await side.until(lambda: side.all_released("victim-"), "all pages came back", seconds + 5)
+        late = {id: event["t"] - signalled for id, event in side.of("released", "victim-").items()}
+        late = {id: after for id, after in late.items() if after > 0}
+        assert late, "nothing was under way at the signal"
+        print(
+            f"{len(late)} requests; their pages at the {side.name} {side.role} came back within {max(late.values()):.3f} s"
+        )
+        assert max(late.values()) <= seconds, f"too late: {late}"
+
+    async def check_bystander(self, more: int = 8) -> None:
+        """It goes on, and nothing of its requests went wrong at any time."""
+        decoder = self.decoder_of(self.bystander)
+        before = len(decoder.of("arrived", "bystander-"))
+        await decoder.until(lambda: len(decoder.of("arrived", "bystander-")) >= before + more, "the bystander goes on")
+        decoder.do("halt", name="bystander")
+        await decoder.until(lambda: len(decoder.told("stream over", name="bystander")) == WIDTH, "its stream is over")
+        failed = decoder.of("failed", "bystander-")
+        assert not failed, f"{len(failed)} requests of the bystander failed: {next(iter(failed.values()))}"
+
+    async def check_end(self, *alive: Child) -> None:
+        """Every byte in every cache, and that nothing is left."""
+        for child in alive:
+            await child.until(lambda child=child: child.all_released(""), "all pages came back")
+            audit = await child.ask("audit", "audit")
+            child.check()
+            assert not audit["legs"]
+            assert not audit["held"]
+            assert not audit["strays"]
+            assert audit["unhealthy"] is None
+        await self.cluster.close(*alive)
+
+
+@asynccontextmanager
+async def scene(folder: Path, role: str, **config: object) -> AsyncIterator[Scene]:
+    """Three processes, all of them busy; `role` is the victim's."""
+    async with cluster(folder, lease_s=LEASE_S, heartbeat_s=HEARTBEAT_S, **config) as processes:
+        [live] = await processes.add("prefiller" if role == "decoder" else "decoder", "live")
+        victim, bystander = await processes.add(role, "victim", "bystander")
+        made = Scene(processes, live, victim, bystander)
+        made.stream(victim, "victim")
+        made.stream(bystander, "bystander")
+        yield made
+
+
+async def test_a_killed_process_leaves_pages_and_others_unharmed(
+    fabric: str, fence: str, role: str, seed: int, tmp_path: Path
+) -> None:
+    async with scene(tmp_path, role, fabric=fabric, fence=fence) as now:
+        await now.until_busy(seed)
+        killed = now.victim.kill()
+        await now.victim.ended()
+        await now.check_caught(now.live, killed, LEASE_S + FENCE_S)
+        await now.check_bystander()
+        await now.check_end(now.live, now.bystander)
+
+
+async def test_a_stopped_process_that_wakes_up_harms_nobody_and_is_a_new_peer(
+    fabric: str, fence: str, role: str, seed: int, tmp_path: Path
+) -> None:
+    async with scene(tmp_path, role, fabric=fabric, fence=fence) as now:
+        await now.until_busy(seed)
+        stopped = now.victim.stop()
+        await until(stopped + LEASE_S + FENCE_S)  # the lease must run out while nothing happens
+        await now.check_caught(now.live, stopped, LEASE_S + FENCE_S)
+        if role == "prefiller":  # it was heard of last at least a heartbeat before, so that nothing proved more yet
+            first = min(event["t"] for event in now.live.of("failed", "victim-").values())
+            assert first >= stopped + LEASE_S - 2 * HEARTBEAT_S, f"lost {first - stopped:.3f} s after the signal"
+        woken = now.victim.wake()
+        await now.check_caught(now.victim, woken, FENCE_S)
+        decoder, source = now.decoder_of(now.victim), now.prefiller_of(now.victim).descriptor
+        for index in range(3):
+            decoder.do("fetch", id=f"again-{index}", source=source, num_pages=12)
+        await decoder.until(lambda: len(decoder.of("arrived", "again-")) == 3, "the woken one serves again")
+        await now.check_bystander()
+        await now.check_end(now.live, now.victim, now.bystander)
