@@ -78,6 +78,7 @@ class Flow:
             pair.target.wait(records.REACHED)
             pair.assert_moved(SCATTERED)
 
+    @pytest.mark.slow
     def test_t32_busy_queues_lose_nothing_and_stay_in_their_bounds(self, fabric: FabricUnderTest) -> None:
         """A queue of 64 entries, 5120 operations and a receiver that polls slowly."""
         num_transfers, window, peak = 20, 32, 0
