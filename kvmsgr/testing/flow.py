@@ -189,9 +189,3 @@ def stop_halfway(pair: Pair) -> None:
     pair.source.wait_rounds()
     pair.target.wait_rounds()
     assert pair.target.slot_rows() == rows
-
-
-def need(pair: Pair, call: str) -> None:
-    """To be removed."""
-    if not hasattr(pair.source.poller, call):
-        pytest.skip(f"no {call} yet")

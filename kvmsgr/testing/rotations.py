@@ -9,7 +9,6 @@ from kvmsgr.fabric.interface import LINK_HELD, PORT_CLOSED
 
 from .fabrics import FabricUnderTest
 from .fences import need_fence
-from .flow import need
 from .pair import SCATTERED, Pair
 from .side import NUM_PAGES, ROWS_A_PAGE
 
@@ -20,7 +19,6 @@ ALL_ROWS = NUM_PAGES * ROWS_A_PAGE
 class Rotations:
     def test_a_live_link_is_moved_and_goes_on(self, fabric: FabricUnderTest) -> None:
         with Pair(fabric, shared_endpoint=True) as pair:
-            need(pair, "rotate")
             pair.warm_up()
             pair.target.expect(3 * ALL_ROWS)
             old = pair.target.place(pair.target_link)
@@ -56,7 +54,6 @@ class Rotations:
 
     def test_a_link_sends_through_the_new_port_by_itself(self, fabric: FabricUnderTest) -> None:
         with Pair(fabric, shared_endpoint=True, window=4) as pair:
-            need(pair, "rotate")
             pair.target.expect(6 * ALL_ROWS)
             pair.send(3)
             pair.source.rotate()
@@ -70,7 +67,6 @@ class Rotations:
 
     def test_regions_may_not_change_on_the_way(self, fabric: FabricUnderTest) -> None:
         with Pair(fabric, shared_endpoint=True) as pair:
-            need(pair, "rotate")
             place = pair.target.place(pair.target_link)
             base, num_bytes, key = place.regions[0]
             with pytest.raises(ValueError, match="region"):
@@ -82,7 +78,6 @@ class Rotations:
         need_fence(fabric)
         with Pair(fabric, shared_endpoint=True, closes_under_traffic=True, op_timeout_ns=500_000_000) as pair:
             pair.warm_up()
-            need(pair, "rotate")
             pair.target.expect(20 * ALL_ROWS)
             pair.send(20)
             pair.target.until_landed(1)
@@ -102,7 +97,6 @@ class Rotations:
 
     def test_without_a_fence_a_quiet_link_closes_at_once(self, fabric: FabricUnderTest) -> None:
         with Pair(fabric, shared_endpoint=True) as pair:
-            need(pair, "rotate")
             pair.source.poller.close_link(pair.link, fence=False)
             pair.source.wait(records.LINK_CLOSED, pair.link)
             pair.target.poller.close_link(pair.target_link)

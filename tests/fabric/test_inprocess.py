@@ -46,7 +46,7 @@ def inprocess(poller: Poller) -> InProcessPoller:
 def test_both_fabrics_are_what_the_runtime_asks_for(pair: Pair) -> None:
     assert isinstance(pair.source.poller, Poller)
     missing = [name for name in vars(Poller) if not name.startswith("_") and not hasattr(NativePoller, name)]
-    assert set(missing) <= {"rotate", "close_port", "retarget_link", "resume_link"}  # not yet
+    assert missing == []
 
 
 # What is in the air
