@@ -8,12 +8,15 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from kvmsgr._ext import native
 from kvmsgr._ext.native import (
     FAILED_COMPLETION,
     FAILED_LEASE,
     FAILED_POST,
     FAILED_TIMEOUT,
+    LINK_HELD,
+    PORT_CLOSED,
+    PORT_FAILED,
+    PORT_OPENED,
     SLOT_REACHED,
     LayerCounter,
     RingFullError,
@@ -38,11 +41,6 @@ __all__ = [
     "RingFullError",
     "StateFile",
 ]
-
-LINK_HELD: int = getattr(native, "LINK_HELD", 12)
-PORT_OPENED: int = getattr(native, "PORT_OPENED", 13)
-PORT_FAILED: int = getattr(native, "PORT_FAILED", 14)
-PORT_CLOSED: int = getattr(native, "PORT_CLOSED", 15)
 
 Record = tuple[int, int, int, int, int]
 """(kind, id, value, time in ns, extra); `ext/core/records.h` says what each kind means by them."""
@@ -153,5 +151,5 @@ class Poller(Protocol):
         reorder: float = 0.0,
         slow_ns: int = 0,
     ) -> None: ...
-    def hold(self, held: bool) -> None: ...
+    def hold(self, held: bool, /) -> None: ...
     def close(self) -> None: ...

@@ -5,7 +5,8 @@
         def fabric(self) -> FabricUnderTest:
             return MyFabric()
 
-A case that a fabric cannot run is skipped by name: those that close under traffic where `fence_proven` is False.
+A case that a fabric cannot run is skipped by name: those that close under traffic where `fence_proven` is False. What
+takes long is marked `slow`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import select
-from typing import Protocol, TypedDict, Unpack, cast
+from typing import Protocol, TypedDict, Unpack
 
 from kvmsgr.fabric.inprocess import Air, InProcessPoller
 from kvmsgr.fabric.interface import Poller, StateFile
@@ -42,13 +42,6 @@ class FabricUnderTest(Protocol):
         """Let all pollers go on; return at once when `poller` has records, and after a millisecond at the latest."""
 
 
-def today(options: Options) -> Options:
-    """To be removed."""
-    options = options.copy()
-    options.pop("shared_endpoint", None)
-    return options
-
-
 class Libfabric:
     """A provider of libfabric, by its name there. Its pollers have threads."""
 
@@ -58,7 +51,7 @@ class Libfabric:
         self.closes_in_process = name != "shm"
 
     def poller(self, state: StateFile, **options: Unpack[Options]) -> Poller:
-        return cast(Poller, NativePoller(self.name, state, **today(options)))
+        return NativePoller(self.name, state, **options)
 
     def progress(self, poller: Poller) -> None:
         select.select([poller.fd], [], [], 0.001)

@@ -49,6 +49,7 @@ class Fences:
                 pair.assert_moved([(page, page)])
 
     @pytest.mark.parametrize("held", [False, True], ids=["landing", "held"])
+    @pytest.mark.slow
     def test_nothing_lands_after_a_link_has_closed(self, fabric: FabricUnderTest, held: bool) -> None:
         need_fence(fabric)
         with Pair(fabric, closes_under_traffic=True, op_timeout_ns=500_000_000) as pair:
@@ -57,8 +58,9 @@ class Fences:
                 pair.warm_up()
                 pair.target.hold(True)
                 pair.target.wait_rounds()
+            posted = pair.source.stats()["posted_writes"]
             pair.send(MANY)
-            pair.source.wait_stat("posted_writes", 4)
+            pair.source.wait_stat("posted_writes", posted + 16)
             rows = pair.target.close_under_traffic(pair.target_link, held=held)
             assert rows < MANY * NUM_PAGES * ROWS_A_PAGE
             assert held or rows > 0
@@ -70,6 +72,7 @@ class Fences:
             ended = [record[1] for record in pair.source.seen(records.SENT, records.STOPPED)]
             assert sorted(ended) == list(range(MANY)), "every transfer ends once"
 
+    @pytest.mark.slow
     def test_a_closed_source_reads_its_memory_no_more(self, fabric: FabricUnderTest) -> None:
         """Pages may be given to others once it has closed: their bytes must never travel."""
         need_fence(fabric)
@@ -79,14 +82,16 @@ class Fences:
             pair.target.hold(True)
             pair.target.wait_rounds()
             pair.source.memory[:] = 1
+            posted = pair.source.stats()["posted_writes"]
             pair.send(MANY)
-            pair.source.wait_stat("posted_writes", 4)
+            pair.source.wait_stat("posted_writes", posted + 16)
             pair.source.close_link(pair.link)
             pair.source.memory[:] = 255
             pair.target.hold(False)
             pair.target.wait_rounds(30)
             assert pair.target.copy().max() <= 1
 
+    @pytest.mark.slow
     def test_a_stale_key_reaches_nothing(self, fabric: FabricUnderTest) -> None:
         """Not even at a new endpoint of the same region."""
         need_fence(fabric)
@@ -131,6 +136,7 @@ class Fences:
             with pytest.raises(RuntimeError, match="the poller is closed"):
                 pair.source.poller.abandon(0, ticket)
 
+    @pytest.mark.slow
     def test_a_lease_lasts_as_long_as_heartbeats_come(self, fabric: FabricUnderTest) -> None:
         with Pair(fabric, heartbeat_ns=LEASE_NS // 10, lease_ns=LEASE_NS) as pair:
             for side in (pair.source, pair.target):
@@ -140,6 +146,7 @@ class Fences:
             failed = pair.target.wait(records.LINK_FAILED, pair.target_link)
             assert failed[4] in (FAILED_LEASE, FAILED_COMPLETION, FAILED_POST)
 
+    @pytest.mark.slow
     def test_a_peer_that_is_not_heard_of_is_given_up(self, fabric: FabricUnderTest) -> None:
         with Pair(fabric, heartbeat_ns=LEASE_NS // 10, lease_ns=LEASE_NS) as pair:
             link, nobody = pair.source.open_link(), pair.target.open_link()

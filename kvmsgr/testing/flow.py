@@ -63,6 +63,22 @@ class Flow:
             pair.target.wait(records.REACHED)
             pair.assert_moved(SCATTERED)
 
+    def test_no_more_than_the_window_is_in_flight(self, fabric: FabricUnderTest) -> None:
+        window = 4
+        with Pair(fabric, window=window) as pair:
+            pair.warm_up()
+            pair.target.expect(NUM_PAGES * ROWS_A_PAGE)
+            before = pair.source.stats()["posted_writes"]
+            pair.source.hold(True)
+            pair.send(1)
+            pair.source.wait_stat("posted_writes", before + window)
+            pair.source.wait_rounds()
+            assert pair.source.stats()["posted_writes"] == before + window
+            pair.source.hold(False)
+            pair.target.wait(records.REACHED)
+            pair.assert_moved(SCATTERED)
+
+    @pytest.mark.slow
     def test_t32_busy_queues_lose_nothing_and_stay_in_their_bounds(self, fabric: FabricUnderTest) -> None:
         """A queue of 64 entries, 5120 operations and a receiver that polls slowly."""
         num_transfers, window, peak = 20, 32, 0
@@ -173,9 +189,3 @@ def stop_halfway(pair: Pair) -> None:
     pair.source.wait_rounds()
     pair.target.wait_rounds()
     assert pair.target.slot_rows() == rows
-
-
-def need(pair: Pair, call: str) -> None:
-    """To be removed."""
-    if not hasattr(pair.source.poller, call):
-        pytest.skip(f"no {call} yet")

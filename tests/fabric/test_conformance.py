@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from kvmsgr.fabric.libfabric import providers
+from kvmsgr.errors import FabricUnavailableError
+from kvmsgr.fabric.libfabric import FabricSettings, open_fabric, providers
 from kvmsgr.testing.conformance import Conformance
 from kvmsgr.testing.fabrics import FabricUnderTest, InProcess, Libfabric
 
@@ -27,3 +30,11 @@ class TestLibfabric(Conformance):
         if request.param not in providers():
             pytest.skip(f"libfabric offers no {request.param} here")
         return Libfabric(request.param)
+
+
+@pytest.mark.parametrize("refused", ["sockets", "udp;ofi_rxd", "no-such-provider"])
+def test_a_provider_that_will_not_do_is_refused_by_name(refused: str, tmp_path: Path) -> None:
+    settings = FabricSettings(refused, True, "127.0.0.1", "ab" * 16, 64, 0.5, 2.0, "auto", None, None, str(tmp_path))
+    assert refused not in providers()
+    with pytest.raises(FabricUnavailableError, match=refused):
+        open_fabric(settings, [])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 from collections.abc import Iterator
+from pathlib import Path
 from typing import cast
 
 import numpy as np
@@ -16,7 +17,7 @@ from kvmsgr.fabric import records
 from kvmsgr.fabric.inprocess import Air, InProcessPoller, current_air, use_air
 from kvmsgr.fabric.inprocess.driver import Driver
 from kvmsgr.fabric.interface import FAILED_COMPLETION, FAILED_TIMEOUT, Poller
-from kvmsgr.fabric.libfabric import NativePoller
+from kvmsgr.fabric.libfabric import FabricSettings, NativePoller, open_fabric
 from kvmsgr.testing.fabrics import InProcess, Libfabric
 from kvmsgr.testing.pair import SCATTERED, Pair
 from kvmsgr.testing.side import IMMEDIATE, NUM_LAYERS, NUM_PAGES, PAGE_BYTES, ROWS_A_PAGE
@@ -45,7 +46,7 @@ def inprocess(poller: Poller) -> InProcessPoller:
 def test_both_fabrics_are_what_the_runtime_asks_for(pair: Pair) -> None:
     assert isinstance(pair.source.poller, Poller)
     missing = [name for name in vars(Poller) if not name.startswith("_") and not hasattr(NativePoller, name)]
-    assert set(missing) <= {"rotate", "close_port", "retarget_link", "resume_link"}  # not yet
+    assert missing == []
 
 
 # What is in the air
@@ -160,11 +161,16 @@ def test_the_driver_goes_by_the_clock_of_its_loop() -> None:
     assert asyncio.run(main()) == (records.STEP_FAULT, 0, 1)
 
 
-def test_an_air_of_ones_own_is_used_for_a_while() -> None:
+def test_messengers_are_opened_in_the_air_that_is_in_use(tmp_path: Path) -> None:
+    settings = FabricSettings("inprocess", True, "", "ab" * 16, 64, 0.5, 2.0, "auto", None, None, str(tmp_path))
     before, mine = current_air(), Air(5)
     with use_air(mine):
-        assert current_air() is mine
+        opened = open_fabric(settings, [])
+        assert inprocess(opened.poller).air is mine
+        assert opened.choice.provider == "inprocess"
+        opened.close()
     assert current_air() is before
+    assert list(tmp_path.iterdir()) == []
 
 
 # Plans: two readings of the same orders

@@ -11,6 +11,7 @@ from kvmsgr.fabric.inprocess import Air
 from kvmsgr.testing.loop import simulate
 from tests.simulation.world import PAGE_TOKENS, PAGES, Engine, go_live, num_pages_of, until, world
 
+pytestmark = pytest.mark.slow
 NUM_TOKENS = 10 * PAGE_TOKENS
 LEASE_S = 2.0
 
