@@ -54,6 +54,7 @@ async def test_t08_a_prefiller_restarts_on_the_same_address(fabric: str, fence: 
             assert (audit["held"], audit["legs"], audit["strays"], audit["unhealthy"]) == (0, [], 0, None)
         first, last = audits[WARM_UP], audits[-1]
         grown = last["resident_bytes"] - first["resident_bytes"]
+        print([audit["resident_bytes"] >> 10 for audit in audits])
         print(f"resident: {grown:+} bytes in {ROUNDS - WARM_UP} rounds; files {first['files']}, {last['files']}")
         assert grown <= GROWTH_BYTES
         assert last["files"] <= first["files"]
