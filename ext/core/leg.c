@@ -4,7 +4,7 @@
 #define INFO_WORDS (sizeof(struct kv_leg_info) / 8)
 
 _Static_assert(sizeof(struct kv_leg_info) == sizeof((struct kv_leg *)0)->info, "a leg's words are its info");
-_Static_assert(sizeof((struct kv_leg_info *)0)->why >= 32, "room for a sentence");
+_Static_assert(sizeof((struct kv_leg_info *)0)->why >= 160, "room for a sentence");
 
 static void mark(struct kv_state *s, uint32_t number, bool open)
 {

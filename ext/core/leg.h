@@ -13,7 +13,7 @@ struct kv_leg_info {
     uint64_t started_ns, since_ns;     /* since: in this state */
     uint32_t slot_index, num_layers, pages_held;
     uint32_t role;
-    char request_id[64], peer[40], state[16], reason[20], why[36];   /* UTF-8, zero padded, not always terminated */
+    char request_id[64], peer[40], state[16], reason[20], why[164];   /* UTF-8, zero padded, not always terminated */
 };
 
 struct kv_leg_view {

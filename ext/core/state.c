@@ -18,7 +18,7 @@
 #define LEGS_OFFSET (ATTEMPTS_OFFSET + ATTEMPTS_BYTES)
 #define FILE_BYTES (LEGS_OFFSET + LEGS_BYTES)
 
-_Static_assert(sizeof(struct kv_slot) == 32 && sizeof(struct kv_attempt) == 128 && sizeof(struct kv_leg) == 256,
+_Static_assert(sizeof(struct kv_slot) == 32 && sizeof(struct kv_attempt) == 128 && sizeof(struct kv_leg) == 384,
                "part of the file format");
 _Static_assert(sizeof(struct kv_state_header) <= HEADER_BYTES, "the header has a page of its own");
 

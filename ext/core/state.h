@@ -54,7 +54,7 @@ struct kv_leg {   /* leg.h; the first 32 bytes are all that a poller touches */
     _Atomic uint32_t key;   /* number + 1; 0: free */
     _Atomic uint64_t rows_posted;
     _Atomic uint32_t writes_posted, signals_seen, entries_posted, num_entries;
-    _Atomic uint64_t info[28];
+    _Atomic uint64_t info[44];
 };
 
 struct kv_state_info {   /* who the messenger is; UTF-8, zero padded */

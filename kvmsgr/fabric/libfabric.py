@@ -21,7 +21,7 @@ from .interface import Poller
 from .leftovers import lock, state_folder, sweep
 
 NativePoller = native.Poller
-providers = native.providers
+libfabric_version, providers = native.libfabric_version, native.providers
 StateFile = native.StateFile
 
 FIRST_PORT = 1

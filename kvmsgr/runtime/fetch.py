@@ -163,6 +163,10 @@ class Fetch:
         """Whether writes of the peer may still land in these pages."""
         return peer in self._legs and self._legs[peer].state not in CLEAN
 
+    def rows_posted_by(self, peer: PeerDriver) -> int:
+        """Rows that the peer says it posted in all; 0 until it has said it."""
+        return self._legs[peer].rows_posted
+
     @property
     def done(self) -> bool:
         """Whether the attempt is decided; its pages may still be held."""

@@ -385,6 +385,15 @@ class Node:
         """Whether rows in that slot are of a live request at that peer."""
         return counter_index in self._by_slot and self._by_slot[counter_index][1] is peer
 
+    def rows_owed(self, peer: PeerDriver) -> dict[int, int]:
+        """By counter: rows that the peer has posted in all for requests it is done with and we are not."""
+        return {
+            index: fetch.rows_posted_by(peer)
+            for index, (fetch, other) in self._by_slot.items()
+            if other is peer
+            if fetch.may_land_from(peer) and fetch.rows_posted_by(peer)
+        }
+
     def _port_opened(self, port: int, value: int, extra: int) -> None:
         self.fabric.rotated(port)
         self.rotation.port_opened()

@@ -34,6 +34,7 @@ from kvmsgr_protocol import (
 )
 
 from .connection import Connection
+from .version import software
 
 if TYPE_CHECKING:
     from kvmsgr.fabric.records import LinkFailure
@@ -42,7 +43,8 @@ if TYPE_CHECKING:
     from .node import Node
 
 log = structlog.get_logger("kvmsgr")
-SOFTWARE = "kvmsgr"
+SOFTWARE = software()
+CAN_ROTATE = "rotate"
 GRACE_S = 0.05
 DISCONNECTED = frozenset(
     {errno.ECONNRESET, errno.ECONNABORTED, errno.ENOTCONN, errno.ECANCELED, errno.EPIPE, errno.ESHUTDOWN}
@@ -65,6 +67,7 @@ class PeerDriver:
         self.failure: Failure | None = None
         self.link: int | None = None
         self.link_closing = False
+        self.can_rotate = False
         self._has_window = False
         self._beat: tuple[int, int] | None = None  # (slot, generation) of its heartbeats
         self.remote: RankAttach | None = None
@@ -88,7 +91,7 @@ class PeerDriver:
         connection.send(
             Hello(
                 versions=PROTOCOL_VERSIONS,
-                capabilities=["rotate"],
+                capabilities=[CAN_ROTATE],
                 incarnation=self.node.incarnation,
                 name=config.name,
                 software=SOFTWARE,
@@ -240,6 +243,7 @@ class PeerDriver:
             self.lose(Failure(Reason.busy, "the completion queue has no room for one more peer"))
             return
         self.name = hello.name or self.name
+        self.can_rotate = CAN_ROTATE in hello.capabilities
         self.feed(core.Greeted())
 
     def _send_attach(self) -> None:
@@ -275,11 +279,12 @@ class PeerDriver:
         assert self.link is not None
         assert self._beat is not None
         node, poller = self.node, self.node.fabric.poller
+        base, _, key = poller.link_cell(self.link)
         return Endpoint(
             provider=node.fabric.choice.provider,
             address=poller.link_address(self.link),
             window=node.config.window,
-            beat=Beat(Region(*poller.link_cell(self.link)), *self._beat),
+            beat=Beat(base, key, *self._beat),
         )
 
     def _attach(self, attach: Attach) -> None:
@@ -369,7 +374,7 @@ class PeerDriver:
 
 def _beat_target(beat: Beat) -> tuple[int, int, int]:
     """Address, key and immediate of a heartbeat."""
-    return beat.cell.base, beat.cell.key, immediate.base(beat.slot, beat.generation)
+    return beat.base, beat.key, immediate.base(beat.slot, beat.generation)
 
 
 def _fitting_rank(attach: Attach, provider: str) -> RankAttach:

@@ -11,7 +11,7 @@ import structlog
 from kvmsgr.core import rotation as core
 from kvmsgr.core.failure import Failure
 from kvmsgr.core.peer import PeerState
-from kvmsgr_protocol import RankFabric, Reason, Rotate, Rotated, immediate
+from kvmsgr_protocol import NUM_GENERATIONS, RankFabric, Reason, Rotate, Rotated, immediate
 
 if TYPE_CHECKING:
     from .node import Node
@@ -61,20 +61,18 @@ class RotationDriver:
         if self._moving.get(peer, self) is not None:
             peer.lose(Failure(Reason.protocol, f"{peer.name} says that it has rotated, and was not asked to"))
             return
-        state = self._node.fabric.state
+        owed = self._node.rows_owed(peer)
+        owed |= {immediate.counter_index(posted.slot, posted.generation): posted.rows for posted in message.posted}
         missing: set[int] = set()
-        for posted in message.posted:
-            index = immediate.counter_index(posted.slot, posted.generation)
+        for index, rows in owed.items():
             if not self._node.is_slot_of(peer, index):
                 continue  # a request that we have done with: all of it was counted
-            landed = state.await_slot(posted.slot, posted.generation, posted.rows)
-            if landed > posted.rows:
-                detail = (
-                    f"{landed} rows landed in slot {posted.slot}, of which {peer.name} says it posted {posted.rows}"
-                )
-                peer.lose(Failure(Reason.overflow, detail, landed, posted.rows))
+            landed = self._node.fabric.state.await_slot(*divmod(index, NUM_GENERATIONS), rows)
+            if landed > rows:
+                detail = f"{landed} rows landed in a slot for which {peer.name} says it posted {rows}"
+                peer.lose(Failure(Reason.overflow, detail, landed, rows))
                 return
-            if landed < posted.rows:
+            if landed < rows:
                 missing.add(index)
         self._moving[peer] = missing
         self._check_counted(peer)
@@ -115,6 +113,9 @@ class RotationDriver:
         self._check_moved()
 
     def _send_rotate(self, peer: PeerDriver) -> None:
+        if not peer.can_rotate:
+            peer.lose(Failure(Reason.fabric, f"{peer.name} cannot move to another endpoint, and this one is closed"))
+            return
         peer.send(Rotate(ranks=[RankFabric(rank=0, endpoints=[peer.endpoint()], regions=peer.regions())]))
 
     def _check_counted(self, peer: PeerDriver) -> None:

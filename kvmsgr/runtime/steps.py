@@ -182,7 +182,7 @@ def begin_step(node: Node, chunks: Sequence[Chunk], counter: int) -> Step:
         marks = [_Mark(chunk) for chunk in chunks]
         tallies = [request.num_transfers for request in requests]
         try:
-            return _arm(node, chunks, counter)
+            return _arm(node, list(chunks), counter)
         except BaseException:
             for mark, request, num_transfers in zip(marks, requests, tallies, strict=True):
                 mark.restore()
@@ -207,10 +207,17 @@ def _arm(node: Node, chunks: Sequence[Chunk], counter: int) -> Step:
         )
         if step.num_bumps:
             step.armed(ticket)
-    for chunk in chunks:
-        if chunk.last:  # its own writes may be complete already, or there are none
-            node.loop.call_soon_threadsafe(chunk.request.check_completed)
+    if chunks:
+        node.loop.call_soon_threadsafe(_announced, chunks)
     return step
+
+
+def _announced(chunks: Sequence[Chunk]) -> None:
+    """On the event loop: show what is held now; and the writes of a last chunk may be complete, or there are none."""
+    for chunk in chunks:
+        if chunk.last:
+            chunk.request.check_completed()
+        chunk.request.show()
 
 
 def _advance(node: Node, chunk: Chunk, batch: _Batch) -> None:

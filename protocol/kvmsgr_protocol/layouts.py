@@ -8,7 +8,6 @@ from msgspec import Meta, Struct
 
 from .bounds import MAX_ENTRIES, MAX_GROUPS, MAX_REGIONS, U31, U63, U64, Generation, Name, Positive, Slot
 
-
 class Region(Struct, frozen=True):
     """Memory the receiver of this message may write into.
 
@@ -24,14 +23,17 @@ class Region(Struct, frozen=True):
 
 
 class Beat(Struct, frozen=True):
-    """Where heartbeats go: a write of one row into a cell, counted like every other, on a slot granted for it alone.
+    """Where heartbeats go: a write of 8 bytes and one row into a cell, counted like every other, on a slot granted for
+    heartbeats alone.
 
     Args:
-        cell: Memory of at least 8 bytes that nobody reads.
+        base: Address to put into the write. Nobody reads what is there.
+        key: The remote key.
         slot, generation: What the write carries in its immediate.
     """
 
-    cell: Region
+    base: U64
+    key: U64
     slot: Slot
     generation: Generation
 

@@ -258,7 +258,8 @@ class Resume(_Message, frozen=True, tag="resume"):
 
 
 class Restarted(_Leg, frozen=True, tag="restarted"):
-    """Prefiller: this attempt ended (as with Drained), and `new_attempt` of the same request needs a new Dispatch."""
+    """Prefiller: this attempt ended, as with Failed (Drained follows); `new_attempt` of the same request needs a new
+    Dispatch."""
 
     new_attempt: U63
 

@@ -22,7 +22,7 @@ class TestUnordered(Conformance):
 
 
 class TestLibfabric(Conformance):
-    @pytest.fixture(params=["shm", "net", "tcp;ofi_rxm"])
+    @pytest.fixture(params=["shm", "net", "tcp", "tcp;ofi_rxm"])
     def fabric(self, request: pytest.FixtureRequest) -> FabricUnderTest:
         if request.param not in providers():
             pytest.skip(f"libfabric offers no {request.param} here")

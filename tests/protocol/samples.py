@@ -48,7 +48,7 @@ def context(name: str = "hidden", num_units: int = 3) -> wire.ContextLayout:
 
 
 REGION = wire.Region(base=2**64 - 4096, num_bytes=4096, key=2**64 - 1)
-ENDPOINT = wire.Endpoint("shm", b"fi_shm://1", 64, wire.Beat(REGION, 16382, 14))
+ENDPOINT = wire.Endpoint("shm", b"fi_shm://1", 64, wire.Beat(REGION.base, REGION.key, 16382, 14))
 
 MESSAGES: list[wire.Message] = [
     wire.Hello((1, 1), ["rotate"], "0123456789abcdef" * 2, "decode-0", "kvmsgr 0.1", wire.Identity("m@1", ["decoder"])),

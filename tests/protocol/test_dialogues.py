@@ -170,10 +170,10 @@ async def connected(both: Pair) -> AsyncIterator[Wire]:
 @asynccontextmanager
 async def live(both: Pair, implementation: str) -> AsyncIterator[Wire]:
     """One that is live, over a fabric; the script speaks for the other side."""
-    both.fetch("first", 5, [0])
-    (await both.asked()).accept()
-    script = both.decoder if implementation == "prefiller" else both.prefiller
-    (peer,) = script.node._peers
+    fetch = both.fetch("first", 5, [0])
+    request = await both.asked()
+    request.accept()
+    (peer,) = fetch.slots if implementation == "prefiller" else (request.peer,)
     assert peer._connection is not None
     yield Tap(peer._connection, peer)
 

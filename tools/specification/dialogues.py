@@ -149,6 +149,7 @@ def _prefiller() -> dict[str, list[Step]]:
         ],
         "the same leg twice": [*asked, dispatch(), may("drained"), expect("goodbye", code="protocol"), CLOSED],
         "another row count": refused("protocol", expected_rows=NUM_ROWS - 1),
+        "Rotated that nobody asked for": [send(wire.Rotated([])), expect("goodbye", code="protocol"), CLOSED],
         "a page that does not exist": refused("protocol", ranks=span(3, 12)),
         "a page twice": refused("protocol", ranks=span(3, 3)),
         "a group that does not exist": refused("protocol", ranks=span(3, 5, group=1)),

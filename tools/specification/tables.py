@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from inspect import getsource
 from typing import Any, get_args
 
 from msgspec import inspect
@@ -133,17 +134,15 @@ def _codes() -> Iterator[str]:
     yield ""
     yield "| code | meaning |"
     yield "|---|---|"
-    source = inspect_source()
+    source = _code_meanings()
     for reason in wire.Reason:
         yield f"| `{reason.value}` | {source[reason.name]} |"
     yield ""
 
 
-def inspect_source() -> dict[str, str]:
+def _code_meanings() -> dict[str, str]:
     """Name of each reason code to the sentence that stands below it in the source."""
-    import inspect as python
-
-    pairs = re.findall(r'^    (\w+) = "\w+"\n    """(.*?)"""', python.getsource(wire.Reason), re.MULTILINE | re.DOTALL)
+    pairs = re.findall(r'^    (\w+) = "\w+"\n    """(.*?)"""', getsource(wire.Reason), re.MULTILINE | re.DOTALL)
     return {name: " ".join(text.split()) for name, text in pairs}
 
 

@@ -103,7 +103,7 @@ cdef extern from "leg.h" nogil:
         char peer[40]
         char state[16]
         char reason[20]
-        char why[36]
+        char why[164]
     struct kv_leg_view:
         uint32_t number
         kv_leg_info info

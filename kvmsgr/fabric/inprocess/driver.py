@@ -7,8 +7,9 @@ from typing import Protocol
 
 from .poller import InProcessPoller
 
-LOOK_S = 0.0002
-"""Between two rounds while something is under way that tells nobody: a layer counter, a write that is held."""
+LOOK_S, MOST_LOOK_S = 0.0001, 0.002
+"""Between two rounds while something is under way that tells nobody: a layer counter, a write that is held. The longer
+nothing happens the longer."""
 IDLE_S = 0.25
 LEAST_S = 1e-6
 """Longer than what is lost between a float in seconds and nanoseconds."""
@@ -34,6 +35,7 @@ class Driver:
         self._loop = loop
         self._later: Handle | None = None
         self._woken = False
+        self._look_s = LOOK_S
         poller.drive(self._now_ns, self._wake)
         self._wake()
 
@@ -54,9 +56,11 @@ class Driver:
         if self._poller.closed:
             return
         if self._poller.pump():
+            self._look_s = LOOK_S
             self._wake()
             return
-        delay_s = LOOK_S if self._poller.busy else IDLE_S
+        self._look_s = min(2 * self._look_s, MOST_LOOK_S)
+        delay_s = self._look_s if self._poller.busy else IDLE_S
         if (next_ns := self._poller.next_ns) is not None:
             delay_s = min(delay_s, max(next_ns / 1e9 - self._loop.time(), LEAST_S))
         self._later = self._loop.call_later(delay_s, self._run)
