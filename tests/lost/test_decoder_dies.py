@@ -56,7 +56,7 @@ async def test_t07_a_decoder_that_dies_in_any_state_strands_no_source_page(
         for decoder, state in zip(decoders, STATES, strict=True):
             await die(prefiller, decoder, state)
         bystander.do("halt", name="other")
-        await bystander.until(lambda: len(bystander.told("stream over")) == 2, "its stream is over")
+        await bystander.stream_over("other", 2)
         assert not bystander.told("failed")
         await prefiller.until(lambda: prefiller.all_released(""), "all source pages came back")
         audit = await prefiller.ask("audit", "audit")
