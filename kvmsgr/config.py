@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from kvmsgr.address import Tcp, parse
 from kvmsgr.errors import ConfigError
@@ -38,6 +38,8 @@ class Config:
         heartbeat_s: How often the polling thread tells each peer that it is there.
         lease_s: A peer whose polling thread has not been heard of for so long is lost: its requests fail, and what it
             could write to is closed. At least twice the peer's `heartbeat_s`.
+        drain_timeout_s: How long a peer that runs may take to say how much it has posted for a request that is over,
+            before it is taken for lost. Its engine's event loop may be blocked for so long.
         fence: How a lost peer is kept from writing: "endpoint" gives each peer an endpoint of its own, which is closed;
             "rotation" gives all peers one, and moves those that live to another. "auto": rotation where queue pairs are
             scarce (efa, verbs), else endpoints.
@@ -64,6 +66,7 @@ class Config:
     stall_s: float = 2.0
     heartbeat_s: float = 0.5
     lease_s: float = 2.0
+    drain_timeout_s: float = 10.0
     fence: str = "auto"
     quarantine_limit: float = 0.5
     connect_timeout_s: float = 5.0
@@ -81,7 +84,7 @@ class Config:
         listen = parse(self.listen)
         if isinstance(listen, Tcp) and listen.is_wildcard and self.advertise is None:
             raise ConfigError(f"listen is {self.listen!r}, which no peer can dial; set advertise to this host's name")
-        for field in ("time_allowed_s", "stall_s", "heartbeat_s", "lease_s", "connect_timeout_s", "step_timeout_s"):
+        for field in (field.name for field in fields(self) if field.name.endswith("_s")):
             if not 0 < getattr(self, field) < MAX_S:
                 raise ConfigError(f"{field} is {getattr(self, field)!r}; it must be positive and below {MAX_S:g}")
         if self.heartbeat_s * 2 > self.lease_s:

@@ -49,9 +49,11 @@ static struct kv_op *find_op(struct kv_poller *p, void *context)
 /* A domain of its own says whose an error is, even where the entry does not: its one link's. */
 static struct kv_link *find_owner(struct kv_poller *p, struct kv_domain *d)
 {
-    for (uint32_t slot = 0; slot < KV_MAX_LINKS && d != &p->domain; slot++)
-        if (p->links[slot] && p->links[slot]->port->domain == d)
-            return p->links[slot];
+    KV_EACH(node, &p->ports) {
+        struct kv_port *o = KV_OF(node, struct kv_port, in_poller);
+        if (o->owner && o->domain == d && d != &p->domain)
+            return o->owner;
+    }
     return NULL;
 }
 
@@ -74,6 +76,10 @@ static void read_error(struct kv_poller *p, struct kv_domain *d)
 static unsigned complete(struct kv_poller *p, struct kv_domain *d)
 {
     struct fi_cq_data_entry entry[KV_CQ_BATCH];
+    if (d->abandoned && !d->announced) {
+        d->announced = true;
+        kv_links_fail(p, d, KV_STUCK, KV_FAILED_STUCK);
+    }
     if (d->abandoned || (p->held && !d->unread))
         return 0;
     if (kv_look(p) > d->lease_until_ns && !p->held)

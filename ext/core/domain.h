@@ -1,4 +1,4 @@
-/* What we open of libfabric: a fabric, domains with their completion queues in it, endpoints and registrations in these.
+/* What we open of libfabric: a fabric, domains with their completion queues, endpoints and registrations in these.
    One code path for every provider; differences come from what fi_getinfo returned, and from one property of shm: it
    shares spin locks with the peers' processes, so there every endpoint has a domain of its own, calls are guarded
    (guard.h), and a domain in which a call was left is abandoned: nothing of it is ever touched again. */
@@ -47,7 +47,7 @@ struct kv_domain {
     uint32_t num_ports;
     uint64_t lease_until_ns;     /* no lease of its links ends before */
     bool unread;                 /* an endpoint was closed since the queue last gave fewer entries than asked */
-    bool abandoned;
+    bool abandoned, announced;   /* the latter: its links know */
 };
 
 /* An address vector of its own: efa before 2.2 takes one endpoint on each, shm holds 256 addresses in each, and

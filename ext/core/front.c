@@ -43,6 +43,7 @@ struct kv_poller *kv_poller_open(const struct kv_config *config, struct kv_state
     p->commands.bell.fd = p->records.bell.fd = -1;
     kv_list_init(&p->active);
     kv_list_init(&p->domains);
+    kv_list_init(&p->ports);
     sem_init(&p->front.running, 0, 0);
     pthread_mutex_init(&p->front.lock, NULL);
     if (!kv_commands_init(&p->commands) || !kv_bell_init(&p->records.bell, false)) {

@@ -11,6 +11,8 @@ void kv_front_leave(struct kv_poller *p);
 static inline void kv_front_lock(struct kv_poller *p) { pthread_mutex_lock(&p->front.lock); }
 static inline void kv_front_unlock(struct kv_poller *p) { pthread_mutex_unlock(&p->front.lock); }
 
+/* The link of this number, if it is open. Under the lock. */
+struct kv_link *kv_front_find(struct kv_poller *p, uint32_t id, struct kv_error *e);
 /* Starts the thread if it does not run yet. Under the lock. */
 bool kv_front_start(struct kv_poller *p, struct kv_error *e);
 /* For calls that are not on an engine's path: waits a while for the poller to make room. */

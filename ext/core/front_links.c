@@ -4,7 +4,7 @@
 #include <string.h>
 
 /* ---- links ---- */
-static struct kv_link *find_locked(struct kv_poller *p, uint32_t id, struct kv_error *e)
+struct kv_link *kv_front_find(struct kv_poller *p, uint32_t id, struct kv_error *e)
 {
     struct kv_link *l = p->front.links[kv_link_slot(id)];
     if (l && l->id == id)
@@ -15,7 +15,7 @@ static struct kv_link *find_locked(struct kv_poller *p, uint32_t id, struct kv_e
 
 static struct kv_link *find_opened_locked(struct kv_poller *p, uint32_t id, struct kv_error *e)
 {
-    struct kv_link *l = find_locked(p, id, e);
+    struct kv_link *l = kv_front_find(p, id, e);
     if (!l || atomic_load_explicit(&l->opened, memory_order_acquire))
         return l;
     kv_error_set(e, KV_CLOSED, "link %u has not been opened yet: wait for its LINK_OPENED record", id);
@@ -36,7 +36,7 @@ static int64_t open_link_locked(struct kv_poller *p, const uint64_t *keys, uint3
         return -1;
     }
     uint32_t id = (++p->front.links_made << KV_LINK_SLOT_BITS) | slot;
-    struct kv_link *l = kv_link_new(id, p->domain.sources, keys, p->domain.num_sources);
+    struct kv_link *l = kv_link_new(id, p->domain.sources, keys, p->domain.num_sources, (char *)&p->cells[slot]);
     if (!l) {
         kv_error_memory(e);
         return -1;
@@ -61,15 +61,25 @@ int64_t kv_open_link(struct kv_poller *p, const uint64_t *keys, uint32_t num_key
     return id;
 }
 
+/* Its port, which the peer may write to from now on. The poller moves a link to another port at any time, but frees
+   none before a caller has closed it, under this lock. */
+static struct kv_port *tell(struct kv_link *l)
+{
+    struct kv_port *port = l->port;
+    l->told = port;
+    return port;
+}
+
 int64_t kv_link_name(struct kv_poller *p, uint32_t id, uint8_t name[KV_NAME_BYTES], struct kv_error *e)
 {
     if (!kv_front_enter(p, e))
         return -1;
     kv_front_lock(p);
     struct kv_link *l = find_opened_locked(p, id, e);
-    int64_t bytes = l ? (int64_t)l->port->endpoint.name_bytes : -1;
-    if (l)
-        memcpy(name, l->port->endpoint.name, l->port->endpoint.name_bytes);
+    struct kv_port *port = l ? tell(l) : NULL;
+    if (port)
+        memcpy(name, port->endpoint.name, port->endpoint.name_bytes);
+    int64_t bytes = port ? (int64_t)port->endpoint.name_bytes : -1;
     kv_front_unlock(p);
     kv_front_leave(p);
     return bytes;
@@ -86,9 +96,10 @@ int64_t kv_link_regions(struct kv_poller *p, uint32_t id, struct kv_remote_regio
         return -1;
     kv_front_lock(p);
     struct kv_link *l = find_opened_locked(p, id, e);
-    int64_t num = l ? (int64_t)l->port->num_regions : -1;
+    struct kv_port *port = l ? tell(l) : NULL;
+    int64_t num = port ? (int64_t)port->num_regions : -1;
     for (int64_t i = 0; i < num; i++)
-        out[i] = as_seen(p, &l->port->regions[i], l->port->keys[i]);
+        out[i] = as_seen(p, &port->regions[i], port->keys[i]);
     kv_front_unlock(p);
     kv_front_leave(p);
     return num;
@@ -101,7 +112,8 @@ bool kv_link_cell(struct kv_poller *p, uint32_t id, struct kv_remote_region *out
     kv_front_lock(p);
     struct kv_link *l = find_opened_locked(p, id, e);
     if (l)
-        *out = as_seen(p, &l->cell.region, l->cell.key);
+        *out = (struct kv_remote_region){   /* the same through every port */
+            p->fabric.virtual_addresses ? (uintptr_t)&p->cells[kv_link_slot(id)] : 0, KV_CELL_BYTES, l->cell.key};
     kv_front_unlock(p);
     kv_front_leave(p);
     return l;
@@ -125,13 +137,14 @@ bool kv_connect_link(struct kv_poller *p, uint32_t id, const void *name, size_t 
     return ok;
 }
 
-bool kv_close_link(struct kv_poller *p, uint32_t id, struct kv_error *e)
+bool kv_close_link(struct kv_poller *p, uint32_t id, bool fence, struct kv_error *e)
 {
     if (!kv_front_enter(p, e))
         return false;
     kv_front_lock(p);
-    struct kv_link *l = find_locked(p, id, e);
-    bool ok = l && kv_front_submit(p, (struct kv_command){.kind = KV_CLOSE_LINK, .link = id}, e);
+    struct kv_link *l = kv_front_find(p, id, e);
+    bool ok = l && kv_front_submit(p, (struct kv_command){.kind = KV_CLOSE_LINK, .link = id, .value = fence},
+                                   e);
     if (ok) {
         p->front.links[kv_link_slot(id)] = NULL;   /* the poller's alone from here */
         for (uint32_t i = 0; i < p->front.num_templates; i++) {
@@ -200,7 +213,7 @@ static int64_t template_place_locked(struct kv_poller *p)
 static int64_t add_template_locked(struct kv_poller *p, uint32_t link, const struct kv_template_spec *spec,
                                    struct kv_error *e)
 {
-    struct kv_link *l = find_locked(p, link, e);
+    struct kv_link *l = kv_front_find(p, link, e);
     if (!l)
         return -1;
     if (!l->connected) {

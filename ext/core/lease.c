@@ -49,13 +49,11 @@ static bool in_this_process(const struct kv_fabric *f, const uint8_t *name)
 /* ---- leases ---- */
 void kv_lease_begin(struct kv_poller *p, struct kv_link *l)
 {
-    uint64_t now_ns = kv_look(p);
-    l->peer_in_process = in_this_process(&p->fabric, l->remote_name);
-    l->beat_due_ns = now_ns;
-    l->lease_until_ns = now_ns + p->config.lease_ns;
-    if (l->lease_until_ns < l->port->domain->lease_until_ns)
-        l->port->domain->lease_until_ns = l->lease_until_ns;
-    p->beats_checked_ns = 0;   /* the first goes at once */
+    struct kv_domain *d = kv_link_landing(l);
+    l->lease_until_ns = kv_look(p) + p->config.lease_ns;
+    if (l->lease_until_ns < d->lease_until_ns)
+        d->lease_until_ns = l->lease_until_ns;
+    kv_beat_to(p, l, &l->remote_cell);
 }
 
 static void renew(struct kv_poller *p, struct kv_link *l)
@@ -78,7 +76,7 @@ void kv_leases_judge(struct kv_poller *p, struct kv_domain *d)
     d->lease_until_ns = UINT64_MAX;
     for (uint32_t slot = 0; slot < KV_MAX_LINKS; slot++) {
         struct kv_link *l = p->links[slot];
-        if (!l || l->failed || l->closing || l->port->domain != d)
+        if (!l || l->failed || l->closing || kv_link_landing(l) != d)
             continue;
         if (p->now_ns > l->lease_until_ns)
             kv_link_fail(p, l, ETIMEDOUT, KV_FAILED_LEASE);
@@ -96,22 +94,31 @@ void kv_leases_renew(struct kv_poller *p)
 }
 
 /* ---- heartbeats ---- */
+void kv_beat_to(struct kv_poller *p, struct kv_link *l, const struct kv_remote_cell *cell)
+{
+    l->remote_cell = *cell;
+    l->peer_in_process = in_this_process(&p->fabric, l->remote_name);
+    l->beat_due_ns = p->now_ns;
+    p->beats_checked_ns = 0;
+}
+
 static ssize_t post_beat(struct kv_poller *p, struct kv_link *l)
 {
-    struct kv_domain *d = l->port->domain;
+    struct kv_port *port = l->port;
+    struct kv_domain *d = port->domain;
     struct kv_op *op = &l->ops[l->window];
     if (l->peer_in_process) {
         touch(&l->remote_cell);
         return 0;
     }
     ssize_t rc = kv_domain_put(d, &(struct kv_put){
-        .ep = l->port->endpoint.ep, .src = d->beat.address, .bytes = d->beat.bytes, .desc = d->beat.desc,
-        .imm = l->remote_cell.imm, .to = l->address, .dst = l->remote_cell.base, .key = l->remote_cell.key,
+        .ep = port->endpoint.ep, .src = d->beat.address, .bytes = d->beat.bytes, .desc = d->beat.desc,
+        .imm = l->remote_cell.imm, .to = l->next_address, .dst = l->remote_cell.base, .key = l->remote_cell.key,
         .context = &op->context});
     if (!rc) {
         l->beating = true;
         op->transfer = NULL;
-        kv_link_fly(p, op, 0);
+        kv_link_fly(p, op, port, 0);
     }
     return rc;
 }

@@ -5,15 +5,19 @@
 #include <string.h>
 
 /* ---- callers' side ---- */
-struct kv_link *kv_link_new(uint32_t id, const struct kv_region *regions, const uint64_t *keys, uint32_t num_regions)
+struct kv_link *kv_link_new(uint32_t id, const struct kv_region *regions, const uint64_t *keys, uint32_t num_regions,
+                            char *cell)
 {
     struct kv_link *l = calloc(1, sizeof *l);
-    if (!l || !(l->port = kv_port_new(regions, keys, num_regions))) {
+    struct kv_port *port = l ? kv_port_new(regions, keys, num_regions) : NULL;
+    if (!port) {
         free(l);
         return NULL;
     }
+    l->port = l->sending = port;
+    port->owner = l;
     l->id = id;
-    l->cell.region = (struct kv_region){.address = (char *)&l->cell.beats, .bytes = sizeof l->cell.beats};
+    l->cell.region = (struct kv_region){.address = cell, .bytes = KV_CELL_BYTES};
     l->cell.key = keys[num_regions];
     l->beat_due_ns = l->lease_until_ns = UINT64_MAX;
     kv_list_init(&l->cell.in_process);
@@ -27,14 +31,22 @@ struct kv_link *kv_link_new(uint32_t id, const struct kv_region *regions, const 
     return l;
 }
 
+bool kv_link_check_remote(size_t name_bytes, const struct kv_remote_cell *cell, struct kv_error *e)
+{
+    if (name_bytes > KV_NAME_BYTES)
+        return kv_error_set(e, KV_INVALID, "an address of %zu bytes; want at most %d", name_bytes, KV_NAME_BYTES);
+    if (cell->imm & (KV_MAX_ROWS - 1))
+        return kv_error_set(e, KV_INVALID, "immediate 0x%x of the heartbeats already carries rows", cell->imm);
+    return true;
+}
+
 bool kv_link_set_remote(struct kv_link *l, const void *name, size_t name_bytes, const struct kv_remote_region *regions,
                         uint32_t num_regions, uint32_t window, const struct kv_remote_cell *cell, struct kv_error *e)
 {
-    if (!window || name_bytes > sizeof l->remote_name)
-        return kv_error_set(e, KV_INVALID, "a window of %u operations and an address of %zu bytes; want at least 1 and "
-                            "at most %zu", window, name_bytes, sizeof l->remote_name);
-    if (cell->imm & (KV_MAX_ROWS - 1))
-        return kv_error_set(e, KV_INVALID, "immediate 0x%x of the heartbeats already carries rows", cell->imm);
+    if (!window)
+        return kv_error_set(e, KV_INVALID, "a window of 0 operations; want at least 1");
+    if (!kv_link_check_remote(name_bytes, cell, e))
+        return false;
     struct kv_op *ops = calloc((size_t)window + 1, sizeof *ops);
     struct kv_remote_region *copy = malloc((num_regions + 1) * sizeof *copy);
     if (!ops || !copy) {
@@ -62,7 +74,10 @@ bool kv_link_set_remote(struct kv_link *l, const void *name, size_t name_bytes, 
 
 void kv_link_free(struct kv_link *l)
 {
-    kv_port_free(l->port);
+    struct kv_port *port = l->port;
+    if (port->owner == l)
+        kv_port_free(port);
+    free(l->retarget);
     free(l->ops);
     free(l->remote_regions);
     free(l);
@@ -76,14 +91,29 @@ struct kv_link *kv_link_find(struct kv_poller *p, uint32_t id)
     return l && l->id == id ? l : NULL;
 }
 
+/* Opens its own port, unless there is one that all links share. */
+static int find_port(struct kv_poller *p, struct kv_link *l, enum kv_link_failure *what)
+{
+    struct kv_port *own = l->port;
+    if (p->port) {
+        l->port = l->sending = p->port;
+        kv_port_free(own);
+        return 0;
+    }
+    int rc = kv_port_open(p, own, what);
+    if (!rc && p->config.shared_endpoint)
+        kv_port_share(p, own);
+    return rc;
+}
+
 void kv_link_open(struct kv_poller *p, struct kv_link *l)
 {
     enum kv_link_failure what;
     p->links[kv_link_slot(l->id)] = l;
-    int rc = kv_port_open(p, l->port, &what);
+    int rc = find_port(p, l, &what);
     if (!rc) {
         what = KV_FAILED_REGISTER;
-        rc = kv_region_open(l->port->domain, &l->cell.region, FI_REMOTE_WRITE, l->cell.key);
+        rc = kv_region_open(kv_link_landing(l), &l->cell.region, FI_REMOTE_WRITE, l->cell.key);
     }
     if (rc) {
         kv_link_fail(p, l, -rc, what);
@@ -100,7 +130,9 @@ void kv_link_connect(struct kv_poller *p, struct kv_link *l)
 {
     if (l->failed)
         return;
-    int rc = kv_endpoint_connect(l->port->domain, &l->port->endpoint, l->remote_name, &l->address);
+    struct kv_port *port = l->port;
+    int rc = kv_endpoint_connect(port->domain, &port->endpoint, l->remote_name, &l->next_address);
+    l->address = l->next_address;
     if (rc)
         kv_link_fail(p, l, -rc, KV_FAILED_CONNECT);
     else
@@ -108,7 +140,7 @@ void kv_link_connect(struct kv_poller *p, struct kv_link *l)
     p->young_until_ns = kv_now_ns() + 2 * KV_S;
 }
 
-static void stop_transfers(struct kv_poller *p, struct kv_link *l)
+void kv_link_stop_all(struct kv_poller *p, struct kv_link *l)
 {
     KV_EACH(node, &l->transfers)
         kv_transfer_stop(p, KV_OF(node, struct kv_transfer, in_link));
@@ -120,16 +152,16 @@ void kv_link_fail(struct kv_poller *p, struct kv_link *l, int error, enum kv_lin
     if (l->failed || l->closing)
         return;
     l->failed = true;
-    if (kv_port_abandoned(l->port))
+    if (kv_port_abandoned(l->port) || kv_port_abandoned(l->sending))
         error = KV_STUCK, what = KV_FAILED_STUCK;
     kv_report(p, KV_LINK_FAILED, l->id, (uint64_t)error, what);
-    stop_transfers(p, l);
+    kv_link_stop_all(p, l);
 }
 
 void kv_links_fail(struct kv_poller *p, struct kv_domain *d, int error, enum kv_link_failure what)
 {
     for (uint32_t slot = 0; slot < KV_MAX_LINKS; slot++)
-        if (p->links[slot] && p->links[slot]->port->domain == d)
+        if (p->links[slot] && (kv_link_landing(p->links[slot]) == d || p->links[slot]->sending->domain == d))
             kv_link_fail(p, p->links[slot], error, what);
 }
 
@@ -139,72 +171,6 @@ void kv_link_stop_tag(struct kv_poller *p, struct kv_link *l, uint32_t tag)
         struct kv_transfer *x = KV_OF(node, struct kv_transfer, in_link);
         if (x->tag == tag)
             kv_transfer_stop(p, x);
-    }
-}
-
-/* ---- closing: a fence; it is over when nothing can land and nothing of ours is read any more ---- */
-/* libfabric 1.17's net frees a listener but not what it has just accepted, and crashes when the peer's request comes in
-   after that. A peer that has been heard for a while has nothing of the kind under way; for others we poll on first. */
-#define LINGER_NS (2 * KV_MS)
-#define CONNECT_LINGER_NS (20 * KV_MS)
-
-static uint64_t safe_to_close_ns(struct kv_poller *p, const struct kv_link *l)
-{
-    if (p->fabric.shares_locks)
-        return 0;   /* it does not listen */
-    if (l->heard_ns)
-        return l->heard_ns + LINGER_NS;
-    return l->closing_since_ns + (l->lease_until_ns == UINT64_MAX ? LINGER_NS : CONNECT_LINGER_NS);
-}
-
-void kv_link_close(struct kv_poller *p, struct kv_link *l)
-{
-    if (l->closing)
-        return;
-    l->closing = true;
-    l->closing_since_ns = kv_look(p);
-    p->num_closing++;
-    kv_cell_withdraw(&l->cell);
-    stop_transfers(p, l);
-    kv_link_go_on_closing(p);
-}
-
-static void close_port(struct kv_poller *p, struct kv_link *l)
-{
-    int rc = kv_port_close(l->port);
-    if (!rc && l->port->domain)
-        rc = kv_region_close(l->port->domain, &l->cell.region);
-    if (rc) {   /* no fence: it is never reported closed */
-        kv_count(&p->stats.errors, 1);
-        kv_report(p, KV_LINK_FAILED, l->id, (uint64_t)-rc, KV_FAILED_CLOSE);
-        l->unclosable = true;
-        p->num_closing--;
-    }
-}
-
-static void end_link(struct kv_poller *p, struct kv_link *l)
-{
-    uint32_t slot = kv_link_slot(l->id);
-    KV_EACH(node, &l->flying_ops)   /* a closed shm endpoint completes nothing */
-        kv_link_retire_op(p, KV_OF(node, struct kv_op, node));
-    kv_report(p, KV_LINK_CLOSED, l->id, 0, 0);
-    kv_link_free(l);
-    p->links[slot] = NULL;
-    p->num_closing--;
-    atomic_store_explicit(&p->link_slot_busy[slot], false, memory_order_release);
-}
-
-void kv_link_go_on_closing(struct kv_poller *p)
-{
-    kv_look(p);
-    for (uint32_t slot = 0; slot < KV_MAX_LINKS; slot++) {
-        struct kv_link *l = p->links[slot];
-        if (!l || !l->closing || l->unclosable)
-            continue;
-        if (!l->port->closed && p->now_ns >= safe_to_close_ns(p, l))
-            close_port(p, l);
-        if (l->port->closed && !(l->port->domain && l->port->domain->unread))
-            end_link(p, l);
     }
 }
 
@@ -225,10 +191,12 @@ void kv_link_check_timeouts(struct kv_poller *p)
 }
 
 /* ---- operations ---- */
-void kv_link_fly(struct kv_poller *p, struct kv_op *op, uint32_t bytes)
+void kv_link_fly(struct kv_poller *p, struct kv_op *op, struct kv_port *port, uint32_t bytes)
 {
     struct kv_link *l = op->link;
+    op->port = port;
     op->bytes = bytes;
+    l->flying_writes += op->transfer != NULL;
     op->posted_ns = p->now_ns;
     kv_list_rotate(&l->flying_ops, &op->node);
     l->flying_bytes += bytes;
@@ -242,16 +210,20 @@ void kv_link_retire_op(struct kv_poller *p, struct kv_op *op)
     kv_list_remove(&op->node);
     l->flying_bytes -= op->bytes;
     p->num_flying--;
+    p->ends_due |= l->closing;
     if (!x) {
         l->beating = false;
         return;
     }
+    l->flying_writes--;
     kv_list_insert(&l->idle_ops, &op->node);   /* the warmest first */
     l->again_since_ns = 0;
     if (op->scratch) {
-        kv_fault_drop_copy(l->port->domain, op->scratch);
+        kv_fault_drop_copy(op->port->domain, op->scratch);
         op->scratch = NULL;
     }
     x->in_flight--;
     kv_transfer_settle(p, x);
+    if (kv_link_waits(l) && !l->flying_writes)
+        kv_link_settle(p, l);
 }

@@ -1,7 +1,8 @@
 /* A link: a port of ours paired with an endpoint of a peer.
 
-   Callers make it (front_links.c) and hand it to the poller's thread, which opens, connects and closes it. What a caller
-   may read of it is written before `opened` is set; what the poller reads of a connect, before that command is pushed. */
+   Callers make it (front_links.c) and hand it to the poller's thread, which opens, connects and closes it. What a
+   caller may read of it is written before `opened` is set; what the poller reads of a connect, before that command is
+   pushed. */
 #ifndef KV_LINK_H
 #define KV_LINK_H
 #include "list.h"
@@ -10,6 +11,7 @@
 #include "transfer.h"
 
 #define KV_LINK_SLOT_BITS 10
+#define KV_CELL_BYTES 8
 #define KV_MAX_LINKS (1u << KV_LINK_SLOT_BITS)   /* open at a time */
 
 struct kv_op {
@@ -17,6 +19,7 @@ struct kv_op {
     struct kv_node node;          /* of the link's ops in flight, oldest first, or of its idle ones */
     struct kv_link *link;
     struct kv_transfer *transfer; /* NULL: a heartbeat */
+    struct kv_port *port;         /* it was posted through */
     struct kv_region *scratch;    /* of a write that an injected fault flipped a byte of */
     uint64_t posted_ns;
     uint32_t bytes;
@@ -24,10 +27,11 @@ struct kv_op {
 
 struct kv_remote_region { uint64_t base, bytes, key; };
 
-/* 8 bytes of ours that a peer's heartbeats are written to. */
+/* 8 bytes of the poller that a peer's heartbeats are written to. */
 struct kv_cell {
     _Atomic uint64_t beats;       /* of a peer in this process, see lease.c */
-    struct kv_region region;
+    struct kv_region region;      /* in the domain of the link's port */
+    struct kv_region old_region;  /* in that of the port before, until it is closed */
     uint64_t key;
     struct kv_node in_process;
 };
@@ -35,26 +39,39 @@ struct kv_cell {
 /* Where a peer wants our heartbeats. */
 struct kv_remote_cell { uint64_t base, key; uint32_t imm; };
 
+/* A peer's new address, and its regions' new keys. */
+struct kv_retarget {
+    struct kv_remote_cell cell;
+    uint8_t name[KV_NAME_BYTES];
+    uint64_t keys[];
+};
+
 struct kv_link {
     uint32_t id;                  /* number << KV_LINK_SLOT_BITS | slot: never the same twice */
     _Atomic bool opened;
     bool connected;               /* callers' side: connect was asked for */
     bool failed;                  /* poller's side: nothing more is posted */
-    bool closing, unclosable;     /* the latter: its endpoint would not close, and has been reported */
-    uint64_t closing_since_ns;
+    bool closing, needs_fence;    /* it ends; not before what its peer may write to is closed */
 
-    struct kv_port *port;
+    struct kv_port *_Atomic port; /* where its peer is to write to */
+    struct kv_port *_Atomic told; /* the last one a caller asked for: where its peer may write to. NULL: none */
+    struct kv_port *sending;      /* the same as `port`, unless something is in flight through the one before */
     struct kv_cell cell;
 
     uint8_t remote_name[KV_NAME_BYTES];
     uint32_t num_remote_regions;
     struct kv_remote_region *remote_regions;
     struct kv_remote_cell remote_cell;
-    fi_addr_t address;
+    fi_addr_t address;            /* of the peer, for what is sent through `sending` */
+    fi_addr_t next_address;       /* likewise through `port`; that of heartbeats, and of all when it has moved */
+    bool moving;                  /* to `port`, when its writes in flight are complete */
+    struct kv_retarget *retarget; /* to be taken over then */
+    bool held;                    /* until it is resumed */
 
     uint32_t window;              /* operations the receiver granted; heartbeats come on top */
     struct kv_op *ops;            /* `window` for writes, and after them the heartbeats' own */
     struct kv_node idle_ops, flying_ops;
+    uint32_t flying_writes;
     uint64_t flying_bytes;
     uint64_t again_since_ns;      /* the provider has refused since then; 0: it has not */
 
@@ -73,8 +90,17 @@ struct kv_link {
 
 static inline uint32_t kv_link_slot(uint32_t id) { return id & (KV_MAX_LINKS - 1); }
 
-/* `keys`: one a region, and one for the cell. */
-struct kv_link *kv_link_new(uint32_t id, const struct kv_region *regions, const uint64_t *keys, uint32_t num_regions);
+static inline struct kv_domain *kv_link_landing(struct kv_link *l)   /* NULL: not opened */
+{
+    struct kv_port *port = l->port;
+    return port->domain;
+}
+static inline bool kv_link_waits(const struct kv_link *l) { return l->moving || l->retarget || l->held; }
+
+/* `keys`: one a region, and one for the cell, which is at `cell`. */
+struct kv_link *kv_link_new(uint32_t id, const struct kv_region *regions, const uint64_t *keys, uint32_t num_regions,
+                            char *cell);
+bool kv_link_check_remote(size_t name_bytes, const struct kv_remote_cell *cell, struct kv_error *e);
 bool kv_link_set_remote(struct kv_link *l, const void *name, size_t name_bytes, const struct kv_remote_region *regions,
                         uint32_t num_regions, uint32_t window, const struct kv_remote_cell *cell, struct kv_error *e);
 void kv_link_free(struct kv_link *l);
@@ -86,16 +112,30 @@ void kv_link_connect(struct kv_poller *p, struct kv_link *l);
 /* Once: reports it and stops everything on it. On an abandoned domain it is stuck, whatever `what` says. */
 void kv_link_fail(struct kv_poller *p, struct kv_link *l, int error, enum kv_link_failure what);
 void kv_links_fail(struct kv_poller *p, struct kv_domain *d, int error, enum kv_link_failure what);   /* all of d */
-/* Stops everything on it. It ends when its endpoint is closed and the completion queue has been read to its end. */
-void kv_link_close(struct kv_poller *p, struct kv_link *l);
-/* After each read of the completion queues while something closes. */
-void kv_link_go_on_closing(struct kv_poller *p);
+void kv_link_stop_all(struct kv_poller *p, struct kv_link *l);
 void kv_link_stop_tag(struct kv_poller *p, struct kv_link *l, uint32_t tag);
 void kv_link_check_timeouts(struct kv_poller *p);
-/* The next of its idle operations is on its way. */
-void kv_link_fly(struct kv_poller *p, struct kv_op *op, uint32_t bytes);
+/* An operation of its transfer, or its heartbeat, is on its way. */
+void kv_link_fly(struct kv_poller *p, struct kv_op *op, struct kv_port *port, uint32_t bytes);
 /* An operation has come back, by completion, by injected drop, or by the close of its endpoint. */
 void kv_link_retire_op(struct kv_poller *p, struct kv_op *op);
+
+/* ---- the end of links and ports (closing.c) ---- */
+/* Stops everything on it. It ends when the port its peer may write to is over; without a fence, when nothing of it is
+   in flight. */
+void kv_link_close(struct kv_poller *p, struct kv_link *l, bool fence);
+void kv_port_begin_closing(struct kv_poller *p, struct kv_port *o);
+/* After each read of the completion queues while something closes. */
+void kv_go_on_closing(struct kv_poller *p);
+
+/* ---- moving from port to port (rotate.c) ---- */
+void kv_rotate(struct kv_poller *p, struct kv_port *o);
+void kv_link_retarget(struct kv_poller *p, struct kv_link *l, struct kv_retarget *to);
+void kv_link_resume(struct kv_link *l);
+void kv_port_share(struct kv_poller *p, struct kv_port *o);   /* by all links that come */
+void kv_port_note(struct kv_poller *p);                       /* for callers: there are other ports now */
+/* No write of a link that waits for it is in flight. */
+void kv_link_settle(struct kv_poller *p, struct kv_link *l);
 
 /* ---- heartbeats and leases (lease.c) ---- */
 void kv_lease_begin(struct kv_poller *p, struct kv_link *l);
@@ -107,6 +147,8 @@ void kv_leases_judge(struct kv_poller *p, struct kv_domain *d);
 void kv_leases_renew(struct kv_poller *p);
 /* Posts the heartbeats that are due. */
 void kv_beat(struct kv_poller *p);
+/* From now on they go to another cell of the peer, the next one at once. */
+void kv_beat_to(struct kv_poller *p, struct kv_link *l, const struct kv_remote_cell *cell);
 /* The cells of this process. */
 void kv_cell_publish(struct kv_cell *c);
 void kv_cell_withdraw(struct kv_cell *c);

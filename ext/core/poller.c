@@ -67,6 +67,17 @@ unsigned kv_take(struct kv_poller *p, struct kv_record *out, unsigned max)
 }
 
 /* ---- commands ---- */
+static void close_port(struct kv_poller *p, uint32_t number)
+{
+    KV_EACH(node, &p->ports) {
+        struct kv_port *o = KV_OF(node, struct kv_port, in_poller);
+        if (!o->owner && o->number == number) {
+            kv_port_begin_closing(p, o);
+            return;
+        }
+    }
+}
+
 static void obey(struct kv_poller *p, const struct kv_command *c)
 {
     struct kv_link *l = kv_link_find(p, c->link);
@@ -83,7 +94,23 @@ static void obey(struct kv_poller *p, const struct kv_command *c)
         break;
     case KV_CLOSE_LINK:
         if (l)
-            kv_link_close(p, l);
+            kv_link_close(p, l, c->value);
+        break;
+    case KV_RETARGET_LINK:
+        if (l && !l->failed && !l->closing)
+            kv_link_retarget(p, l, c->object);
+        else
+            free(c->object);
+        break;
+    case KV_RESUME_LINK:
+        if (l)
+            kv_link_resume(l);
+        break;
+    case KV_ROTATE:
+        kv_rotate(p, c->object);
+        break;
+    case KV_CLOSE_PORT:
+        close_port(p, (uint32_t)c->value);
         break;
     case KV_ARM_STEP:
         kv_step_arm(p, c->object);
@@ -110,7 +137,7 @@ static unsigned obey_batch(struct kv_poller *p)
     while (num < COMMAND_BATCH && kv_commands_take(&p->commands, &c)) {
         obey(p, &c);
         num++;
-        if (c.kind == KV_OPEN_LINK || c.kind == KV_CLOSE_LINK)
+        if (c.kind == KV_OPEN_LINK || c.kind == KV_CLOSE_LINK || c.kind == KV_ROTATE || c.kind == KV_CLOSE_PORT)
             break;
     }
     return num;
@@ -130,8 +157,8 @@ static bool round_once(struct kv_poller *p)
     obey_hold(p);
     unsigned work = obey_batch(p) + kv_watch(p) + kv_post(p) + kv_complete(p);
     kv_count(&p->stats.rounds, 1);
-    if (p->num_closing)
-        kv_link_go_on_closing(p);
+    if (p->num_closing || p->ends_due)
+        kv_go_on_closing(p);
     if (p->backlog_head < p->backlog_tail)
         flush_backlog(p);
     return work;
@@ -236,6 +263,16 @@ void *kv_poller_main(void *poller)
 }
 
 /* ---- the end ---- */
+static struct kv_port *open_port(struct kv_poller *p)
+{
+    KV_EACH(node, &p->ports) {
+        struct kv_port *o = KV_OF(node, struct kv_port, in_poller);
+        if (!o->closing)
+            return o;
+    }
+    return NULL;
+}
+
 void kv_poller_wind_down(struct kv_poller *p)
 {
     struct kv_command c;
@@ -244,12 +281,16 @@ void kv_poller_wind_down(struct kv_poller *p)
     kv_watch_close(p);
     for (uint32_t slot = 0; slot < KV_MAX_LINKS; slot++)
         if (p->links[slot])
-            kv_link_close(p, p->links[slot]);
+            kv_link_close(p, p->links[slot], true);
+    for (struct kv_port *o; (o = open_port(p)) != NULL;)
+        kv_port_begin_closing(p, o);
     while (p->num_closing) {
         kv_complete(p);
-        kv_link_go_on_closing(p);
+        kv_go_on_closing(p);
     }
     for (uint32_t slot = 0; slot < KV_MAX_LINKS; slot++)
-        if (p->links[slot])   /* its endpoint would not close, and has been reported */
+        if (p->links[slot])   /* its endpoint would not close, and that has been reported */
             kv_link_free(p->links[slot]);
+    KV_EACH(node, &p->ports)
+        kv_port_free(KV_OF(node, struct kv_port, in_poller));
 }

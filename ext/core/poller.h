@@ -27,6 +27,7 @@ struct kv_config {
     uint64_t link_bytes;          /* in flight on a link, about */
     uint64_t op_timeout_ns;
     uint64_t heartbeat_ns;        /* between two of a link */
+    bool shared_endpoint;         /* one port for all links */
     uint64_t lease_ns;            /* a peer is lost when none of its heartbeats landed for so long */
 };
 
@@ -84,12 +85,20 @@ struct kv_poller {
     uint64_t young_until_ns;      /* a connection may still be coming up */
     uint64_t timeouts_checked_ns, beats_checked_ns;
     struct kv_node domains;       /* in which an endpoint is open */
+    struct kv_node ports;         /* that are open, or referred to */
+    struct kv_port *port;         /* that links share and new ones get; NULL: the next one opens it */
+    uint32_t ports_made;
+    _Atomic uint32_t port_current, port_older;   /* their numbers, for callers; 0: none */
+    _Atomic bool rotating;        /* a caller has ordered another port */
+    alignas(64) uint64_t cells[KV_MAX_LINKS];    /* a link slot each: late heartbeats of a closed one are harmless */
     struct kv_stream *streams[KV_MAX_STREAMS];
     uint32_t num_streams;
     uint32_t num_armed;           /* steps that still have bumps to show */
     uint64_t num_flying;          /* operations */
     struct kv_link *links[KV_MAX_LINKS];
-    uint32_t num_closing, num_active;
+    uint32_t num_closing;         /* ports */
+    bool ends_due;                /* a closing link may have nothing left in flight */
+    uint32_t num_active;
     struct kv_node active;        /* links that have something to post */
     struct kv_record *backlog;    /* records that found the ring full, in order */
     size_t backlog_head, backlog_tail, backlog_capacity;
@@ -113,7 +122,14 @@ bool kv_link_cell(struct kv_poller *p, uint32_t link, struct kv_remote_region *o
 bool kv_connect_link(struct kv_poller *p, uint32_t link, const void *name, size_t name_bytes,
                      const struct kv_remote_region *regions, uint32_t num_regions, uint32_t window,
                      const struct kv_remote_cell *cell, struct kv_error *e);
-bool kv_close_link(struct kv_poller *p, uint32_t link, struct kv_error *e);
+bool kv_close_link(struct kv_poller *p, uint32_t link, bool fence, struct kv_error *e);
+
+bool kv_rotate_port(struct kv_poller *p, const uint64_t *keys, uint32_t num_keys, struct kv_error *e);
+bool kv_close_port(struct kv_poller *p, uint32_t number, struct kv_error *e);
+bool kv_retarget_link(struct kv_poller *p, uint32_t link, const void *name, size_t name_bytes,
+                      const struct kv_remote_region *regions, uint32_t num_regions, const struct kv_remote_cell *cell,
+                      struct kv_error *e);
+bool kv_resume_link(struct kv_poller *p, uint32_t link, struct kv_error *e);
 
 struct kv_entry_spec { int64_t src_region, src_base, dst_region, dst_base, signal; };
 struct kv_template_spec {

@@ -7,6 +7,7 @@ struct kv_port *kv_port_new(const struct kv_region *regions, const uint64_t *key
     struct kv_port *o = calloc(1, sizeof *o + num_regions * (sizeof *o->regions + sizeof *o->keys));
     if (!o)
         return NULL;
+    kv_list_init(&o->in_poller);
     o->num_regions = num_regions;
     o->keys = (void *)(o->regions + num_regions);
     for (uint32_t i = 0; i < num_regions; i++) {
@@ -43,6 +44,7 @@ int kv_port_open(struct kv_poller *p, struct kv_port *o, enum kv_link_failure *w
         rc = open_domain(p, o);
     else
         o->domain = &p->domain;
+    kv_list_append(&p->ports, &o->in_poller);
     if (o->domain && !o->domain->num_ports++)
         kv_list_append(&p->domains, &o->domain->in_poller);
     if (!rc)
@@ -78,5 +80,6 @@ void kv_port_free(struct kv_port *o)
             free(d);
         }
     }
+    kv_list_remove(&o->in_poller);
     free(o);
 }

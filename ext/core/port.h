@@ -1,15 +1,22 @@
-/* A port: an endpoint with all regions registered for what lands through it. Each link has one of its own. */
+/* A port: an endpoint with all regions registered for what lands through it. Each link has one of its own; or all share
+   one, which is exchanged for another (rotate.c) when a peer has to be shut out. */
 #ifndef KV_PORT_H
 #define KV_PORT_H
 #include "domain.h"
 #include "records.h"
 
 struct kv_poller;
+struct kv_link;
 
 struct kv_port {
+    struct kv_node in_poller;     /* of the poller's ports */
+    struct kv_link *owner;        /* NULL: all links share it */
+    uint32_t number;              /* of a shared one, from 1 up */
     struct kv_domain *domain;     /* its own where the provider shares locks, else the poller's; NULL: not opened */
     struct kv_endpoint endpoint;
-    bool closed;
+    bool closing, unclosable;     /* the latter: its endpoint would not close, and that has been reported */
+    bool closed, over;            /* its endpoint is; and what had landed by then has been counted */
+    uint64_t closing_since_ns;
     uint32_t num_regions;
     uint64_t *keys;
     struct kv_region regions[];   /* registered for remote write, under `keys` */

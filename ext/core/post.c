@@ -81,7 +81,7 @@ static void account(struct kv_poller *p, struct kv_op *op, struct kv_transfer *x
 {
     op->transfer = x;
     op->link->again_since_ns = 0;
-    kv_link_fly(p, op, w->bytes);
+    kv_link_fly(p, op, op->link->sending, w->bytes);
     x->in_flight++;
     x->rows_posted += w->rows;
     x->writes_posted++;
@@ -94,9 +94,9 @@ static ssize_t put(struct kv_link *l, const struct kv_transfer *x, const struct 
                    const struct kv_region *copy)
 {
     struct kv_op *op = KV_OF(l->idle_ops.next, struct kv_op, node);
-    struct kv_domain *d = l->port->domain;
+    struct kv_domain *d = l->sending->domain;
     return kv_domain_put(d, &(struct kv_put){
-        .ep = l->port->endpoint.ep, .src = copy ? copy->address : n->src + w->src, .bytes = w->bytes,
+        .ep = l->sending->endpoint.ep, .src = copy ? copy->address : n->src + w->src, .bytes = w->bytes,
         .desc = copy ? copy->desc : d->sources[n->src_region].desc, .imm = x->imm | (w->rows - 1), .to = l->address,
         .dst = n->dst + w->dst, .key = l->remote_regions[n->dst_region].key, .context = &op->context});
 }
@@ -113,12 +113,12 @@ static ssize_t post_one(struct kv_poller *p, struct kv_transfer *x, uint32_t ent
     if (fault == KV_FAULT_FAIL)
         return -FI_EIO;
     if (fault == KV_FAULT_FLIP &&
-        !(copy = kv_fault_copy(l->port->domain, n->src + w->src, w->bytes, x->template->item_bytes)))
+        !(copy = kv_fault_copy(l->sending->domain, n->src + w->src, w->bytes, x->template->item_bytes)))
         return -FI_ENOMEM;
     ssize_t rc = fault == KV_FAULT_DROP ? 0 : put(l, x, n, w, copy);
     if (rc) {
         if (copy)
-            kv_fault_drop_copy(l->port->domain, copy);
+            kv_fault_drop_copy(l->sending->domain, copy);
         return rc;
     }
     op->scratch = copy;
@@ -208,7 +208,7 @@ static enum turn take_turn(struct kv_poller *p, struct kv_link *l, struct round 
             l->credit += QUANTUM_BYTES;
             return TURN_OVER;
         }
-        if (kv_list_empty(&l->idle_ops) || l->flying_bytes >= p->config.link_bytes)
+        if (kv_link_waits(l) || kv_list_empty(&l->idle_ops) || l->flying_bytes >= p->config.link_bytes)
             return TURN_BLOCKED;
         struct kv_aside *a = kv_list_empty(&l->asides) ? NULL : kv_aside_due(l);
         struct kv_transfer *x = a ? a->transfer : KV_OF(l->queue.next, struct kv_transfer, in_queue);

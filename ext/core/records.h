@@ -15,6 +15,10 @@ enum kv_record_kind {
     KV_STEP_ENDED,    /* id counter, value ticket, extra bumps seen */
     KV_STEP_FAULT,    /* id counter, value ticket, extra bumps seen << 32 | enum kv_step_fault */
     KV_SLOT_REACHED,  /* id slot index, value rows: those awaited in this slot have landed */
+    KV_LINK_HELD,     /* id link: it has its peer's new address, and nothing posted to the old one is in flight */
+    KV_PORT_OPENED,   /* id port: every link has it now */
+    KV_PORT_FAILED,   /* id port, value errno, extra enum kv_link_failure: it does not close; id 0: does not open */
+    KV_PORT_CLOSED,   /* id port: nothing can land through it, nothing was lost that had landed */
 };
 enum kv_step_fault { KV_FEWER = 1, KV_MORE, KV_DEADLINE };
 enum kv_link_failure {

@@ -40,7 +40,8 @@ static bool open_node(struct node *n, const char *provider)
 {
     struct kv_config config = {.provider = provider, .node = "127.0.0.1", .core = -1, .cq_entries = 1024,
                                .spin_ns = 50 * KV_US, .sleep_max_ns = 8 * KV_MS, .max_write_bytes = PAGE,
-                               .link_bytes = 1 << 20, .op_timeout_ns = 10 * KV_S, .heartbeat_ns = KV_S / 2, .lease_ns = 10 * KV_S};
+                               .link_bytes = 1 << 20, .op_timeout_ns = 10 * KV_S,
+                               .heartbeat_ns = KV_S / 2, .lease_ns = 10 * KV_S};
     *n = (struct node){.state = kv_state_create(NULL, "1", &error)};
     CHECK(n->state);
     n->poller = kv_poller_open(&config, n->state, &error);
@@ -146,7 +147,7 @@ static void test_closing_under_calls_ends_everything(struct node *source, struct
     for (int i = 0; i < 2; i++)
         CHECK(!pthread_create(&threads[i], NULL, call_until_closed, &callers[i]));
     CHECK(wait_record(target, KV_OVERFLOW).id == 1);
-    CHECK(kv_close_link(source->poller, (uint32_t)source->link, &error));
+    CHECK(kv_close_link(source->poller, (uint32_t)source->link, true, &error));
     wait_record(source, KV_LINK_CLOSED);
     for (int i = 0; i < 2; i++)
         pthread_join(threads[i], NULL);

@@ -55,17 +55,18 @@ static inline void toy_open(uint32_t num_slots, uint32_t window, uint32_t row_by
     toy_answer = 0;
     kv_list_init(&toy->active);
     kv_list_init(&toy->domains);
+    kv_list_init(&toy->ports);
     CHECK(kv_commands_init(&toy->commands) && kv_bell_init(&toy->records.bell, false));
     struct kv_layer_counter *counter = kv_layer_counter_new(num_slots);
     CHECK(counter);
     toy->streams[toy->num_streams++] = kv_stream_new(counter, 0);
     for (uint32_t i = 0; i < TOY_LINKS; i++) {
-        struct kv_link *l = kv_link_new(1 << KV_LINK_SLOT_BITS | i, NULL, &(uint64_t){1}, 0);
+        struct kv_link *l = kv_link_new(1 << KV_LINK_SLOT_BITS | i, NULL, &(uint64_t){1}, 0, (char *)&toy->cells[i]);
         struct kv_remote_region remote = {.bytes = 1ull << 40};
         CHECK(l && kv_link_set_remote(l, "", 0, &remote, 1, window, &(struct kv_remote_cell){0}, &error));
         toy_endpoints[i] = (struct fid_ep){.rma = &toy_rma};
-        l->port->endpoint.ep = &toy_endpoints[i];
-        l->port->domain = &toy_domain;
+        l->sending->endpoint.ep = &toy_endpoints[i];
+        l->sending->domain = &toy_domain;
         toy->links[i] = l;
         struct kv_template *t = toy_templates[i] = kv_template_new(1, TOY_ENTRIES);
         t->link = l->id;
@@ -88,7 +89,7 @@ static inline void toy_close(void)
             kv_link_retire_op(toy, KV_OF(node, struct kv_op, node));
         CHECK(kv_list_empty(&toy_link(i)->transfers));
         kv_template_drop(toy_templates[i]);
-        toy_link(i)->port->domain = NULL;
+        toy_link(i)->sending->domain = NULL;
         kv_link_free(toy_link(i));
     }
     CHECK(toy->num_active == 0 && toy->num_flying == 0 && toy->num_armed == 0);

@@ -19,6 +19,10 @@ LINK_CLOSED: Final[int]
 STEP_ENDED: Final[int]
 STEP_FAULT: Final[int]
 SLOT_REACHED: Final[int]
+LINK_HELD: Final[int]
+PORT_OPENED: Final[int]
+PORT_FAILED: Final[int]
+PORT_CLOSED: Final[int]
 
 LANDED_COUNTED: Final[int]
 LANDED_REACHED: Final[int]
@@ -193,6 +197,7 @@ class Poller:
         op_timeout_ns: int = 5_000_000_000,
         heartbeat_ns: int = 500_000_000,
         lease_ns: int = 2_000_000_000,
+        shared_endpoint: bool = False,
     ) -> Self: ...
     @property
     def fd(self) -> int: ...
@@ -217,7 +222,13 @@ class Poller:
         window: int,
         beat: tuple[int, int, int],
     ) -> None: ...
-    def close_link(self, link: int) -> None: ...
+    def close_link(self, link: int, fence: bool = True) -> None: ...
+    def rotate(self, keys: Sequence[int]) -> None: ...
+    def close_port(self, port: int) -> None: ...
+    def retarget_link(
+        self, link: int, address: bytes, regions: Sequence[tuple[int, int, int]], beat: tuple[int, int, int]
+    ) -> None: ...
+    def resume_link(self, link: int) -> None: ...
     def add_template(
         self,
         link: int,

@@ -193,6 +193,7 @@ class Fetch(Machine):
         # An engine may cancel what is over: the race is normal.
         (FetchState.ready, Cancelled): go(FetchState.ready),
         (FetchState.released, Cancelled): go(FetchState.released),
+        (FetchState.released, Closed): go(FetchState.released),
     }
 
     def __init__(self, name: str, rows_expected: int) -> None:

@@ -17,6 +17,7 @@ from .machine import Machine, go
 class RotationState(StrEnum):
     idle = "idle"
     opening = "opening"  # the second endpoint
+    opening_again = "opening_again"  # so; and a peer was lost that may know the second endpoint already
     moving = "moving"  # the peers that live
     moving_again = "moving_again"  # so; and a peer was lost that may have moved already
     closing = "closing"  # the first endpoint
@@ -98,7 +99,10 @@ class Rotation(Machine):
 
     table: ClassVar = {
         (_S.idle, FenceWanted): go(_S.opening, _open),
-        (_S.opening, FenceWanted): go(_S.opening),
+        (_S.opening, FenceWanted): go(_S.opening_again),
+        (_S.opening_again, FenceWanted): go(_S.opening_again),
+        (_S.opening_again, PortOpened): go(_S.moving_again, _move),
+        (_S.opening_again, PortFailed): go(_S.closing, _lose, _close),
         (_S.opening, PortOpened): go(_S.moving, _move),
         (_S.opening, PortFailed): go(_S.closing, _lose, _close),
         (_S.moving, FenceWanted): go(_S.moving_again),

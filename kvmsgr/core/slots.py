@@ -78,10 +78,11 @@ class IndexPool:
 
 
 class AttemptNumbers:
-    """Numbers of attempts: never used twice, and no two alive share an entry `number % num_entries` of a table."""
+    """Numbers of attempts: no two alive share an entry `number % num_entries` of a table, and none is used twice before
+    `limit`, a multiple of `num_entries`."""
 
-    def __init__(self, num_entries: int) -> None:
-        self._num_entries = num_entries
+    def __init__(self, num_entries: int, limit: int = 1 << 62) -> None:
+        self._num_entries, self._limit = num_entries, limit
         self._next = 0
         self._held: set[int] = set()
 
@@ -91,8 +92,8 @@ class AttemptNumbers:
             return None
         while self._next % self._num_entries in self._held:
             self._next += 1
-        number = self._next
-        self._next += 1
+        number = self._next % self._limit
+        self._next = number + 1
         self._held.add(number % self._num_entries)
         return number
 

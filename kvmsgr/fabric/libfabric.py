@@ -71,8 +71,15 @@ class Fabric:
         self._port, self._next_port = FIRST_PORT, FIRST_PORT
 
     def open_link(self) -> int:
-        """Start to open an endpoint for one peer, registered under keys that nobody can guess or has seen before."""
-        return self.poller.open_link(self._new_keys(self._num_regions + 1))  # the last is the heartbeat cell's
+        """Start to open an endpoint for one peer, registered under keys that nobody can guess or has seen before.
+
+        Raises:
+            FabricUnavailableError: Too many are open, or the polling thread does not start.
+        """
+        try:
+            return self.poller.open_link(self._new_keys(self._num_regions + 1))  # the last is the heartbeat cell's
+        except (native.NativeError, native.RingFullError, OSError) as error:
+            raise FabricUnavailableError(f"no endpoint can be opened: {error}") from error
 
     def rotate(self) -> None:
         """Start to open another endpoint for all peers, under new keys."""
@@ -161,7 +168,7 @@ def open_fabric(settings: FabricSettings, regions: Sequence[tuple[int, int]], ow
             poller.self_test()
             for address, num_bytes in regions:
                 poller.register(address, num_bytes, owner)
-        except native.NativeError as error:
+        except (native.NativeError, OSError) as error:
             answers.append(f"{provider}: {error}")
             if poller is not None:
                 poller.close()

@@ -134,8 +134,9 @@ class Fetch:
                 free. A cancelled task is not kept from ending: then this is only logged.
         """
         self.cancel("its block was left")
-        config = self._node.config
-        await asyncio.wait([self._released], timeout=config.lease_s + FENCE_S)
+        lease_s = self._node.config.lease_s
+        leases = 2 if self._node.fabric.rotates else 1  # one to lose the peer, one more that others may take to move
+        await asyncio.wait([self._released], timeout=leases * lease_s + FENCE_S)
         if self._released.done():
             return
         quarantined = PagesQuarantined(self.request_id, self.quarantine or "")
@@ -277,6 +278,7 @@ class Fetch:
                     peer.send(Finished(request_id=self.request_id, attempt=self.attempt, rows=rows))
                 case legs.SendEnd(failure):
                     peer.send(ended(self.request_id, self.attempt, failure))
+                    self._watch(peer, legs.LegState.draining, self._node.config.drain_timeout_s, 0)
                 case legs.CheckCount(rows):
                     self._rows_posted += rows
                     if all(leg.state is legs.LegState.sent for leg in self._legs.values()):
@@ -308,9 +310,29 @@ class Fetch:
         landed = self._node.fabric.state.await_slot(*self._slots[peer], rows)
         if landed == rows:
             self._feed_leg(peer, legs.CountEqual())
-        elif landed > rows:
+        elif landed < rows:
+            self._watch(peer, legs.LegState.counting, self._node.config.stall_s, landed)
+        else:
             detail = f"{landed} rows landed for request {self.request_id!r}, of which {peer.name} says it posted {rows}"
             peer.lose(Failure(Reason.overflow, detail, landed, rows))
+
+    def _watch(self, peer: PeerDriver, state: legs.LegState, seconds: float, slot_rows: int) -> None:
+        """A leg may stay in `state` while rows of it land. Then its peer is lost, and the fence is the proof."""
+        self._node.loop.call_later(seconds, self._check_watch, peer, state, seconds, slot_rows)
+
+    def _check_watch(self, peer: PeerDriver, state: legs.LegState, seconds: float, slot_rows: int) -> None:
+        leg = self._legs[peer]
+        if self._released.done() or leg.state is not state:
+            return
+        landed = self._node.fabric.state.slot_rows(*self._slots[peer])
+        if landed != slot_rows:
+            self._watch(peer, state, seconds, landed)
+        elif state is legs.LegState.counting:
+            detail = f"{landed} of the {leg.rows_posted} rows that {peer.name} posted landed, and no more are landing"
+            peer.lose(Failure(Reason.short_count, detail, landed, leg.rows_posted))
+        else:
+            detail = f"{peer.name} has not said within {seconds:g} s how many rows it posted for {self.request_id!r}"
+            peer.lose(Failure(Reason.timeout, detail, landed))
 
     def _why_held(self, peer: PeerDriver, leg: Leg) -> str:
         slot_rows = self._node.fabric.state.slot_rows(*self._slots[peer])
@@ -318,7 +340,7 @@ class Fetch:
             case legs.LegState.counting:
                 return f"{slot_rows} of the {leg.rows_posted} rows that {peer.name} posted have landed"
             case legs.LegState.lost:
-                return f"{peer.name} is lost, and the endpoint it wrote to is not closed"
+                return f"{peer.name} is lost, and what it wrote to is not closed ({peer.link_failure or 'no error'})"
         return f"{peer.name} has not said how many rows it posted; {slot_rows} have landed"
 
     def _feed(self, event: object) -> None:

@@ -24,6 +24,8 @@ NUM_LEGS = 16384
 class Ledger:
     """Writes down what changes. Costs a few stores in mapped memory, and never waits.
 
+    The rows that the poller counts as posted for a leg are part of a proof, too: a rotation compares them (`Rotated`).
+
     Args:
         state: The state file.
         pages: The destination pages of each cache group.
@@ -34,7 +36,7 @@ class Ledger:
         self._state = state
         self._pages = pages
         self._limit = quarantine_limit
-        self._numbers = AttemptNumbers(NUM_LEGS)
+        self._numbers = AttemptNumbers(NUM_LEGS, 1 << 31)  # they are tags of transfers, and 32 bits there
         self._quarantined: dict[int, int] = {}  # pages by leg
         for index in range(len(pages)):
             self.show_pages(index)

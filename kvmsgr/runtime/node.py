@@ -143,25 +143,23 @@ class Node:
 
     def grant_window(self) -> bool:
         """Whether one more peer's window fits the completion queue, half of which is for our own writes."""
-        if self._windows_granted + self.config.window > self.config.cq_entries // 2:
+        num_entries = self.config.window + 1  # and a heartbeat
+        if self._windows_granted + num_entries > self.config.cq_entries // 2:
             return False
-        self._windows_granted += self.config.window
+        self._windows_granted += num_entries
         return True
 
     def return_window(self) -> None:
-        self._windows_granted -= self.config.window
+        self._windows_granted -= self.config.window + 1
 
     def open_link(self, peer: PeerDriver) -> int:
         link = self.fabric.open_link()
         self._links[link] = peer
         return link
 
-    def grant_beat(self, link: int) -> tuple[int, int] | None:
-        """A slot for the heartbeats of the peer behind `link`; None when there is none."""
-        taken = self._slots.take()
-        if taken is not None:
-            self.fabric.state.link_beat(*taken, link)
-        return taken
+    def take_beat(self) -> tuple[int, int] | None:
+        """A slot for the heartbeats of one peer; None when there is none."""
+        return self._slots.take()
 
     def return_beat(self, slot: int, generation: int) -> None:
         self.fabric.state.unlink_slot(slot, generation)
@@ -170,14 +168,13 @@ class Node:
     def close_link(self, peer: PeerDriver) -> None:
         """Close the endpoint of a peer that is lost, where that is known to be a fence. Elsewhere closing it under
         traffic can crash the process: it stays open until nothing can be under way any more. May be called again."""
-        if peer.link is None or peer.link_closing:
+        if peer.link is None or peer.link_closing or self.stuck:
             return
-        may_move = self._may_move(peer)
-        if may_move and not self.fabric.poller.fence_proven:
+        if not self.fabric.poller.fence_proven and self._may_move(peer):
             return
         peer.link_closing = True
         self.fabric.poller.close_link(peer.link)
-        if may_move and self.fabric.rotates:
+        if self.fabric.rotates:
             self.rotation.want_fence()
 
     def _may_move(self, peer: PeerDriver) -> bool:
@@ -237,8 +234,9 @@ class Node:
         if attempt is None or slot is None or leg is None or context_slot is None:
             release_all(self._pages, wire_spans)
             self._give_back(attempt, slot, leg, context_slot)
-            what = "context slots" if context_slot is None else "immediate slots"
-            raise BusyError(request_id, f"all {what} are held by requests that are alive or not proven ended")
+            free = {"immediate slot": slot, "context slot": context_slot, "attempt or leg of the state file": attempt}
+            what = next((name for name, taken in free.items() if taken is None), "leg of the state file")
+            raise BusyError(request_id, f"every {what} is held by a request that is alive or not proven ended")
         dispatch = replace(dispatch, attempt=attempt, slot=slot[0], generation=slot[1], context_slot=context_slot)
         state = self.fabric.state
         state.open_attempt(attempt, dispatch.expected_rows, request_id)
@@ -314,6 +312,7 @@ class Node:
         rows that come all the same are a peer that broke the count."""
         for peer, (slot, generation) in fetch.slots.items():
             index = immediate.counter_index(slot, generation)
+            self.rotation.slot_reached(index)
             self.fabric.state.unlink_slot(slot, generation)
             self._past[index] = peer, fetch.request_id
             del self._by_slot[index]
@@ -339,7 +338,7 @@ class Node:
     def stop_writes(self, request: PrefillRequest) -> None:
         """Drop what is not posted. Under the lock: no step may arm more of the request behind our back."""
         with self.lock:
-            if request.num_transfers and request.peer.link is not None:
+            if request.num_transfers and request.peer.link is not None and not self.stuck:
                 self.fabric.poller.stop(request.peer.link, request.tag)
 
     # Records
@@ -376,9 +375,9 @@ class Node:
             peer.lose(Failure(Reason.overflow, detail))
 
     def _slot_reached(self, counter_index: int, rows: int, extra: int) -> None:
+        self.rotation.slot_reached(counter_index)
         if counter_index in self._by_slot:
             fetch, peer = self._by_slot[counter_index]
-            self.rotation.slot_reached(peer, counter_index)
             fetch.slot_reached(peer, rows)
 
     def is_slot_of(self, peer: PeerDriver, counter_index: int) -> bool:
@@ -407,10 +406,15 @@ class Node:
     def _link_held(self, link: int, value: int, extra: int) -> None:
         self._links[link].link_held()
 
-    def _transfer_ended(self, tag: int, rows: int, extra: int) -> None:
+    def _transfer_sent(self, tag: int, rows: int, extra: int) -> None:
         request = self.inbox.by_tag.get(tag)
         if request is not None:
-            request.transfer_ended(rows)
+            request.transfer_ended(rows, whole=True)
+
+    def _transfer_stopped(self, tag: int, rows: int, extra: int) -> None:
+        request = self.inbox.by_tag.get(tag)
+        if request is not None:
+            request.transfer_ended(rows, whole=False)
 
     def _link_opened(self, link: int, value: int, extra: int) -> None:
         self._links[link].link_opened()
@@ -441,8 +445,8 @@ class Node:
         records.OVERFLOW: _overflowed,
         records.STRAY: _strayed,
         records.SLOT_REACHED: _slot_reached,
-        records.SENT: _transfer_ended,
-        records.STOPPED: _transfer_ended,
+        records.SENT: _transfer_sent,
+        records.STOPPED: _transfer_stopped,
         records.LINK_OPENED: _link_opened,
         records.LINK_FAILED: _link_failed,
         records.LINK_CLOSED: _link_closed,
@@ -492,7 +496,7 @@ class Node:
             task.cancel()
         for peer in list(self.peers):
             peer.lose(Failure(Reason.closed, f"{self.config.name} is closing"))
-        if self.peers:
+        if self.peers and not self.fabric.rotates:  # what they all share is closed with the poller
             self._idle = self.loop.create_future()
             await asyncio.wait([self._idle], timeout=CLOSE_LINKS_S)
         await asyncio.gather(*(connection.ended for connection in self.connections))
@@ -503,10 +507,14 @@ class Node:
         except FabricStuckError as error:  # its endpoints are open: what is under way may land one day
             for fetch in list(self._fetches.values()):
                 fetch.never_released(error)
+            for request in list(self.inbox.by_tag.values()):
+                request.never_released(error)
             raise
         finally:
             self.loop.remove_reader(self.fabric.poller.fd)
-        while self._read_records():  # the end of whatever was still under way
-            pass
-        for fetch in list(self._fetches.values()):
-            fetch.release_by_fence()
+        try:
+            while self._read_records():  # the end of whatever was still under way
+                pass
+        finally:
+            for fetch in list(self._fetches.values()):
+                fetch.release_by_fence()

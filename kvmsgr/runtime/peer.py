@@ -10,12 +10,13 @@ import structlog
 from kvmsgr.core import peer as core
 from kvmsgr.core.failure import Failure
 from kvmsgr.core.peer import PeerState
-from kvmsgr.errors import LayoutError, LocalProtocolError, MismatchError
+from kvmsgr.errors import KvmsgrError, LayoutError, LocalProtocolError, MismatchError
 from kvmsgr.layout import Template, build_templates, check_bounds, check_contexts, check_groups, context_template
 from kvmsgr_protocol import (
     PROTOCOL_VERSIONS,
     Attach,
     Beat,
+    Drained,
     Endpoint,
     Goodbye,
     Hello,
@@ -27,6 +28,7 @@ from kvmsgr_protocol import (
     Resume,
     Rotate,
     Rotated,
+    Sent,
     VersionMismatch,
     WireError,
     immediate,
@@ -67,6 +69,7 @@ class PeerDriver:
         self.failure: Failure | None = None
         self.link: int | None = None
         self.link_closing = False
+        self.link_failure: str | None = None
         self.can_rotate = False
         self._has_window = False
         self._beat: tuple[int, int] | None = None  # (slot, generation) of its heartbeats
@@ -134,6 +137,8 @@ class PeerDriver:
     def link_failed(self, failed: LinkFailure) -> None:
         """Nothing more is posted on the link. Where the peer only went away, its last message may still tell why."""
         detail = f"the link to {self.name} over {self.node.fabric.choice.provider}: {failed.text}"
+        log.error("link failed", peer=self.name, detail=detail)
+        self.link_failure = detail
         if failed.silent:
             self.lose(Failure(Reason.peer_lost, detail))
         elif failed.errno in DISCONNECTED:
@@ -164,6 +169,8 @@ class PeerDriver:
         """Send a control message; to a peer that is gone nothing is sent."""
         if self._connection is None:
             return
+        if self.link_failure is not None and isinstance(message, Sent | Drained):
+            return  # rows that were posted may be lost: no count of ours proves anything any more
         try:
             self._connection.send(message)
         except ValueError as error:  # what cannot be sent must not leave the rest of an effect undone
@@ -183,7 +190,10 @@ class PeerDriver:
     def _carry_out(self, effect: object) -> None:
         match effect:
             case core.OpenLinks():
-                self.link = self.node.open_link(self)
+                try:
+                    self.link = self.node.open_link(self)
+                except KvmsgrError as error:
+                    self.node.loop.call_soon(self.lose, Failure(Reason.fabric, f"no endpoint for {self.name}: {error}"))
             case core.SendAttach():
                 self._send_attach()
             case core.ConnectLinks():
@@ -203,6 +213,8 @@ class PeerDriver:
                 self.send(Goodbye(code=failure.reason, reason=failure.detail))
                 if self._connection is not None:
                     self._connection.close()
+            case core.CloseLinks() if self.link is None:
+                self.feed(core.LinksClosed())
             case core.CloseLinks():
                 self.node.close_link(self)
             case core.Forget():
@@ -242,17 +254,19 @@ class PeerDriver:
         if not self._has_window:
             self.lose(Failure(Reason.busy, "the completion queue has no room for one more peer"))
             return
+        self._beat = self.node.take_beat()
+        if self._beat is None:
+            self.lose(Failure(Reason.busy, "no immediate slot is free for its heartbeats"))
+            return
         self.name = hello.name or self.name
         self.can_rotate = CAN_ROTATE in hello.capabilities
         self.feed(core.Greeted())
 
     def _send_attach(self) -> None:
         assert self.link is not None
+        assert self._beat is not None
         node = self.node
-        self._beat = node.grant_beat(self.link)
-        if self._beat is None:
-            self.node.loop.call_soon(self.lose, Failure(Reason.busy, "no immediate slot is free for its heartbeats"))
-            return
+        node.fabric.state.link_beat(*self._beat, self.link)
         rank = RankAttach(
             rank=0,
             replica=0,

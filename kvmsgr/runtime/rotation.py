@@ -77,12 +77,12 @@ class RotationDriver:
         self._moving[peer] = missing
         self._check_counted(peer)
 
-    def slot_reached(self, peer: PeerDriver, counter_index: int) -> None:
-        """As many rows as that peer had posted were counted in one of its slots."""
-        missing = self._moving.get(peer)
-        if missing is not None:
-            missing.discard(counter_index)
-            self._check_counted(peer)
+    def slot_reached(self, counter_index: int) -> None:
+        """As many rows as its peer had posted were counted in that slot."""
+        for peer, missing in list(self._moving.items()):
+            if missing is not None and counter_index in missing:
+                missing.discard(counter_index)
+                self._check_counted(peer)
 
     # What follows from it
 
@@ -97,7 +97,7 @@ class RotationDriver:
                     self._move()
                 case core.LosePeers(errno):
                     detail = f"no second endpoint could be opened to fence a lost peer: {os.strerror(errno)}"
-                    for peer in self._node.peers:
+                    for peer in list(self._node.peers):
                         peer.lose(Failure(Reason.fabric, detail))
                 case core.ClosePort():
                     self._node.fabric.close_old_port()

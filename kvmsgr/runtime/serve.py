@@ -13,7 +13,7 @@ import structlog
 
 from kvmsgr.core import serve as core
 from kvmsgr.core.failure import Failure
-from kvmsgr.errors import ConfigError
+from kvmsgr.errors import ConfigError, FabricStuckError
 from kvmsgr.layout import PageCursor, page_array
 from kvmsgr_protocol import Accept, Cancel, Dispatch, Drained, Failed, Finished, Message, Reason, Sent
 
@@ -84,6 +84,7 @@ class PrefillRequest:
         self.num_open_steps = 0
         self._num_ended = 0
         self._rows = 0
+        self._whole = True  # no transfer was stopped
         self._machine = core.Serve(dispatch.request_id)
         self._outcome: asyncio.Future[Outcome] = node.loop.create_future()
         self._released: asyncio.Future[int] = node.loop.create_future()
@@ -154,6 +155,9 @@ class PrefillRequest:
         """Wait until nothing reads the source pages any more; returns the rows posted.
 
         That is when every posted write is locally complete, or the endpoint it was posted on is closed.
+
+        Raises:
+            FabricStuckError: The messenger was closed, and its endpoints could not be: never use these pages again.
         """
         return await asyncio.shield(self._released)
 
@@ -172,19 +176,21 @@ class PrefillRequest:
             case Cancel(code=code, reason=detail):
                 self._feed(core.DecoderFailed(Failure(code, f"{self.peer.name} cancelled: {detail}")))
 
-    def transfer_ended(self, rows: int) -> None:
-        """One of our transfers is locally complete, or was stopped after `rows`."""
+    def transfer_ended(self, rows: int, *, whole: bool) -> None:
+        """One of our transfers is locally complete after `rows`; not `whole`: it was stopped before its end."""
         self._num_ended += 1
         self._rows += rows
+        self._whole &= whole
         self.check_completed()
 
     def check_completed(self) -> None:
         """Every read over? Then either all is sent, or what failed has drained."""
         if self._num_ended != self.num_transfers:
             return
-        if self._machine.state is core.ServeState.stopping:
+        state = self._machine.state
+        if state is core.ServeState.stopping:
             self._feed(core.ReadsEnded(self._rows))
-        elif self.last_armed and self._machine.state in (core.ServeState.accepted, core.ServeState.arrived):
+        elif self.last_armed and self._whole and state in (core.ServeState.accepted, core.ServeState.arrived):
             self._feed(core.WritesCompleted(self._rows))
 
     def release_context_slot(self) -> None:
@@ -193,6 +199,12 @@ class PrefillRequest:
         if self.context_slot >= 0 and self._released.done() and (posted or not self.num_open_steps):
             slot, self.context_slot = self.context_slot, -1
             self.node.context_slots.give(slot)
+
+    def never_released(self, error: FabricStuckError) -> None:
+        """The fabric cannot be closed: it may read the source pages for ever."""
+        if not self._released.done():
+            self._released.set_exception(error)
+            self._released.exception()  # it may never be awaited; closing the messenger has said it
 
     def failed(self, reason: Reason, detail: str) -> None:
         self._feed(core.Failed(Failure(reason, detail, self._rows, self.dispatch.expected_rows)))

@@ -45,7 +45,7 @@ def test_a_port_is_closed_that_was_opened_before_or_with_every_loss(events: list
         if event not in events_of(Rotation, rotation.state):
             continue
         unfenced = {FenceWanted: 1, PortClosed: 0}.get(event, unfenced)
-        again = rotation.state in (RotationState.moving_again, RotationState.closing_again)
+        again = rotation.state is RotationState.closing_again
         effects = rotation.feed(EXAMPLES[event])
         if event is PortClosed and again:
             assert effects == [OpenPort()]

@@ -123,7 +123,7 @@ async def next_owner(fetch: kvmsgr.Fetch, cache: TestCache, pages: list[int]) ->
 @pytest.mark.parametrize("fabric", ["net", "shm"])
 async def test_pages_of_a_cancelled_request_come_back_only_by_proof(fabric: str) -> None:
     cache = TestCache(SHAPES[0])
-    config = kvmsgr.Config(name="decoder", model="test", fabric=fabric, lease_s=LEASE_S)
+    config = kvmsgr.Config(name="decoder", model="test", fabric=fabric, lease_s=LEASE_S, stall_s=LEASE_S)
     async with prefiller(fabric) as source, await kvmsgr.Messenger.open(config, cache.describe()) as messenger:
         side = Side(messenger, cache, np.zeros((4, DIM), np.float32))
         for seed in range(NUM_SEEDS):

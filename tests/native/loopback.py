@@ -40,6 +40,7 @@ class Options(TypedDict, total=False):
     heartbeat_ns: int
     lease_ns: int
     spin: bool
+    shared_endpoint: bool
 
 
 class Node:
@@ -53,7 +54,7 @@ class Node:
         self.counter = native.LayerCounter(8)
         self.poller.add_counter(self.counter)
         self.seen: list[Record] = []
-        self.num_links = 0
+        self.beat_slots: dict[int, int] = {}
 
     @property
     def pages(self) -> npt.NDArray[np.uint8]:
@@ -85,8 +86,7 @@ class Node:
 
     def offer(self, link: int) -> Offer:
         """What a peer needs to connect to an opened link; its heartbeats get a slot of their own."""
-        slot = BEAT_SLOT + self.num_links
-        self.num_links += 1
+        slot = self.beat_slots.setdefault(link, BEAT_SLOT + len(self.beat_slots))
         self.state.link_beat(slot, 0, link)
         base, _, key = self.poller.link_cell(link)
         return self.poller.link_address(link), self.poller.link_regions(link), (base, key, slot << 18)

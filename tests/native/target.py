@@ -14,7 +14,20 @@ from types import TracebackType
 from typing import Any, Unpack
 
 from kvmsgr._ext import native
-from tests.native.loopback import GENERATION, SLOT, Node, Options, Triple, add_template, connect_link
+from tests.native.loopback import (
+    GENERATION,
+    IMMEDIATE,
+    NUM_PAGES,
+    SLOT,
+    Node,
+    Options,
+    Triple,
+    add_template,
+    begin,
+    connect_link,
+)
+
+SCATTERED = [(page, (page * 7 + 3) % NUM_PAGES) for page in range(NUM_PAGES)]
 
 
 class Target:
@@ -41,11 +54,15 @@ class Target:
     def pair_with(self, source: Node, window: int = 64) -> tuple[int, int]:
         """A link from `source` to it, and a template on that."""
         link = source.open_link()
-        address, regions, beat = source.offer(link)
-        address, regions, beat = self.ask("connect", address=address.hex(), regions=regions, beat=beat)
+        address, regions, beat = self.ask("connect", **self.offer_by(source, link))
         self.address = bytes.fromhex(address)
         connect_link(source, link, (self.address, regions, beat), window)
         return link, add_template(source, link)
+
+    @staticmethod
+    def offer_by(node: Node, link: int) -> dict[str, Any]:
+        address, regions, beat = node.offer(link)
+        return {"address": address.hex(), "regions": regions, "beat": beat}
 
     def __enter__(self) -> Target:
         return self
@@ -62,7 +79,7 @@ class Answers:
 
     def __init__(self, provider: str, options: Options) -> None:
         self.node = Node(provider, **options)
-        self.link = 0
+        self.link, self.template = 0, -1
 
     def connect(self, address: str, regions: list[Triple], beat: Triple) -> tuple[str, list[Triple], Triple]:
         self.link = self.node.open_link()
@@ -76,6 +93,24 @@ class Answers:
 
     def reached(self) -> int:
         return self.node.wait(native.REACHED)[2]
+
+    def stream(self, num_transfers: int, byte: int) -> None:
+        """Begins to write everything so often to where our link points; all of it is this byte."""
+        self.node.memory[:] = byte
+        self.template = add_template(self.node, self.link) if self.template < 0 else self.template
+        order = self.link, self.template, IMMEDIATE
+        begin(self.node, [((*order, tag, True), SCATTERED) for tag in range(num_transfers)], num_bumps=0)
+
+    def send(self, num_transfers: int, byte: int) -> int:
+        """The same, until all of it is sent. Returns the rows."""
+        self.stream(num_transfers, byte)
+        return sum(self.node.wait(native.SENT)[2] for _ in range(num_transfers))
+
+    def follow(self, address: str, regions: list[Triple], beat: Triple) -> None:
+        """The driver's side has rotated."""
+        self.node.poller.retarget_link(self.link, bytes.fromhex(address), regions, beat)
+        self.node.wait(native.LINK_HELD, self.link)
+        self.node.poller.resume_link(self.link)
 
     def failed(self) -> int:
         """Why its link has failed."""

@@ -162,7 +162,7 @@ cdef extern from "trace.h" nogil:
 cdef extern from "records.h" nogil:
     enum kv_record_kind:
         KV_REACHED, KV_OVERFLOW, KV_STRAY, KV_SENT, KV_STOPPED, KV_LINK_OPENED, KV_LINK_FAILED, KV_LINK_CLOSED
-        KV_STEP_ENDED, KV_STEP_FAULT, KV_SLOT_REACHED
+        KV_STEP_ENDED, KV_STEP_FAULT, KV_SLOT_REACHED, KV_LINK_HELD, KV_PORT_OPENED, KV_PORT_FAILED, KV_PORT_CLOSED
     enum kv_step_fault:
         KV_FEWER, KV_MORE, KV_DEADLINE
     enum kv_link_failure:
@@ -178,7 +178,7 @@ cdef extern from "poller.h" nogil:
         const char *node
         int core
         uint32_t cq_entries
-        c_bool spin
+        c_bool spin, shared_endpoint
         uint64_t spin_ns, sleep_max_ns
         uint32_t max_write_bytes
         uint64_t link_bytes, op_timeout_ns, heartbeat_ns, lease_ns
@@ -212,7 +212,13 @@ cdef extern from "poller.h" nogil:
     c_bool kv_connect_link(kv_poller *p, uint32_t link, const void *name, size_t name_bytes,
                            const kv_remote_region *regions, uint32_t num_regions, uint32_t window,
                            const kv_remote_cell *cell, kv_error *e)
-    c_bool kv_close_link(kv_poller *p, uint32_t link, kv_error *e)
+    c_bool kv_close_link(kv_poller *p, uint32_t link, c_bool fence, kv_error *e)
+    c_bool kv_rotate_port(kv_poller *p, const uint64_t *keys, uint32_t num_keys, kv_error *e)
+    c_bool kv_close_port(kv_poller *p, uint32_t number, kv_error *e)
+    c_bool kv_retarget_link(kv_poller *p, uint32_t link, const void *name, size_t name_bytes,
+                            const kv_remote_region *regions, uint32_t num_regions, const kv_remote_cell *cell,
+                            kv_error *e)
+    c_bool kv_resume_link(kv_poller *p, uint32_t link, kv_error *e)
     int64_t kv_add_template(kv_poller *p, uint32_t link, const kv_template_spec *spec, kv_error *e)
     uint64_t kv_begin_step(kv_poller *p, uint32_t stream, uint32_t num_bumps, const kv_order *orders,
                            size_t num_orders, uint64_t deadline_ns, kv_error *e)

@@ -29,6 +29,10 @@ LINK_CLOSED = KV_LINK_CLOSED
 STEP_ENDED = KV_STEP_ENDED
 STEP_FAULT = KV_STEP_FAULT
 SLOT_REACHED = KV_SLOT_REACHED
+LINK_HELD = KV_LINK_HELD
+PORT_OPENED = KV_PORT_OPENED
+PORT_FAILED = KV_PORT_FAILED
+PORT_CLOSED = KV_PORT_CLOSED
 
 LANDED_COUNTED = KV_LANDED_COUNTED
 LANDED_REACHED = KV_LANDED_REACHED
@@ -563,6 +567,8 @@ cdef class Poller:
         op_timeout_ns: A link fails when its oldest operation, or the provider's refusal, is older.
         heartbeat_ns: Every connected link writes a heartbeat to its peer so often.
         lease_ns: A link fails when no heartbeat of its peer has landed for so long, by this process's clock.
+        shared_endpoint: All links land and send through one port (an endpoint and the registrations of all regions);
+            for providers whose queue pairs are scarce. See `rotate`.
 
     Raises:
         NativeError: the provider is unknown, refused or cannot be opened.
@@ -582,7 +588,8 @@ cdef class Poller:
     def __cinit__(self, str provider, StateFile state not None, *, node="127.0.0.1", int core=-1,
                   uint32_t cq_entries=8192, spin=None, uint64_t spin_ns=50_000, uint64_t sleep_max_ns=8_000_000,
                   uint32_t max_write_bytes=1 << 20, uint64_t link_bytes=1 << 20, uint64_t op_timeout_ns=5_000_000_000,
-                  uint64_t heartbeat_ns=500_000_000, uint64_t lease_ns=2_000_000_000):
+                  uint64_t heartbeat_ns=500_000_000, uint64_t lease_ns=2_000_000_000,
+                  bint shared_endpoint=False):
         cdef kv_error e
         cdef kv_config config
         cdef bytes raw_provider = provider.encode()
@@ -606,6 +613,7 @@ cdef class Poller:
         config.op_timeout_ns = op_timeout_ns
         config.heartbeat_ns = heartbeat_ns
         config.lease_ns = lease_ns
+        config.shared_endpoint = shared_endpoint
         self.state = state
         self.counters = []
         self.owners = []
@@ -689,7 +697,8 @@ cdef class Poller:
         """Begins to open an endpoint that a peer may write to, with `keys[i]` for region i and the last for the cell
         that its heartbeats go to. Returns the link's id.
 
-        A LINK_OPENED or LINK_FAILED record follows. Either way it is closed by `close_link`.
+        A LINK_OPENED or LINK_FAILED record follows. Either way it is closed by `close_link`. With a shared endpoint
+        the first link's keys are those of port 1; others take what there is, as `link_regions` says.
         """
         cdef kv_error e
         cdef int64_t link
@@ -765,12 +774,94 @@ cdef class Poller:
         if not ok:
             raise _error(&e, self.provider)
 
-    def close_link(self, uint32_t link):
-        """Begins to close the link. What it has left ends with STOPPED records; LINK_CLOSED is its last."""
+    def close_link(self, uint32_t link, bint fence=True):
+        """Begins to close the link. What it has left ends with STOPPED records; LINK_CLOSED is its last.
+
+        Args:
+            fence: With a shared endpoint LINK_CLOSED waits until the port that the peer may write to is closed. Where
+                nothing can come any more (the peer has said so, and all was counted) False spares that.
+        """
         cdef kv_error e
         cdef c_bool ok
         with nogil:
-            ok = kv_close_link(self.poller, link, &e)
+            ok = kv_close_link(self.poller, link, fence, &e)
+        if not ok:
+            raise _error(&e, self.provider)
+
+    def rotate(self, keys):
+        """Begins to open another port, with `keys[i]` for region i. PORT_OPENED (id: number) or PORT_FAILED follows.
+
+        From PORT_OPENED on `link_address` and `link_regions` of every open link are the new port's; a link's own
+        writes go through it as soon as none of them is in flight. The cells keep their keys. The port before stays
+        open, for peers that still write to it, until `close_port`; there are never more than the two.
+
+        Raises:
+            RuntimeError: links have a port each, or the port before is still open or another one being opened.
+        """
+        cdef kv_error e
+        cdef c_bool ok
+        cdef size_t num = len(keys)
+        cdef uint64_t *raw = <uint64_t *>calloc(num + 1, sizeof(uint64_t))
+        if raw == NULL:
+            raise MemoryError
+        try:
+            for i in range(num):
+                raw[i] = keys[i]
+            with nogil:
+                ok = kv_rotate_port(self.poller, raw, <uint32_t>num, &e)
+        finally:
+            free(raw)
+        if not ok:
+            raise _error(&e, self.provider)
+
+    def close_port(self, uint32_t port):
+        """Begins to close the older port, or the only one. PORT_CLOSED says that nothing can land through it any more
+        and that all that had landed is counted. LINK_CLOSED follows for closing links whose peers knew no newer port.
+
+        A link with writes in flight through it fails: whether they have landed is not known.
+        """
+        cdef kv_error e
+        cdef c_bool ok
+        with nogil:
+            ok = kv_close_port(self.poller, port, &e)
+        if not ok:
+            raise _error(&e, self.provider)
+
+    def retarget_link(self, uint32_t link, bytes address not None, regions, beat):
+        """The peer has rotated: points the link to where it is now. Arguments as of `connect_link`.
+
+        Posting is held from now on, and heartbeats go to the new cell at once. LINK_HELD says that nothing posted
+        before is in flight; `resume_link` lets the link go on.
+
+        Raises:
+            ValueError: base or size of a region differ from before.
+        """
+        cdef kv_error e
+        cdef c_bool ok
+        cdef kv_remote_cell cell
+        cdef size_t num = len(regions)
+        cdef const char *name = address
+        cdef size_t name_bytes = len(address)
+        cdef kv_remote_region *raw = <kv_remote_region *>calloc(num + 1, sizeof(kv_remote_region))
+        if raw == NULL:
+            raise MemoryError
+        try:
+            for i in range(num):
+                raw[i].base, raw[i].bytes, raw[i].key = regions[i]
+            cell.base, cell.key, cell.imm = beat
+            with nogil:
+                ok = kv_retarget_link(self.poller, link, name, name_bytes, raw, <uint32_t>num, &cell, &e)
+        finally:
+            free(raw)
+        if not ok:
+            raise _error(&e, self.provider)
+
+    def resume_link(self, uint32_t link):
+        """Lets a link go on that LINK_HELD was reported of."""
+        cdef kv_error e
+        cdef c_bool ok
+        with nogil:
+            ok = kv_resume_link(self.poller, link, &e)
         if not ok:
             raise _error(&e, self.provider)
 

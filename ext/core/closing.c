@@ -1,0 +1,160 @@
+/* The end of ports and links. Closing a port is a fence: it is over when its endpoint is closed and the completion
+   queue has been read to its end. Then nothing can land through it, and nothing of ours is read any more. */
+#include "poller.h"
+
+/* libfabric 1.17's net frees a listener but not what it has just accepted, and crashes when the peer's request comes in
+   after that. A peer that has been heard for a while has nothing of the kind under way; for others we poll on first. */
+#define LINGER_NS (2 * KV_MS)
+#define CONNECT_LINGER_NS (20 * KV_MS)
+
+static uint64_t safe_to_close_ns(struct kv_poller *p, const struct kv_port *o)
+{
+    const struct kv_link *l = o->owner;
+    if (p->fabric.shares_locks)
+        return 0;   /* it does not listen */
+    if (l && l->heard_ns)
+        return l->heard_ns + LINGER_NS;
+    return o->closing_since_ns + (!l || l->lease_until_ns == UINT64_MAX ? LINGER_NS : CONNECT_LINGER_NS);
+}
+
+/* Operations that were posted through o will not complete: a closed shm endpoint reports nothing. */
+static void reclaim(struct kv_poller *p, struct kv_link *l, const struct kv_port *o)
+{
+    uint32_t before = l->flying_writes;
+    KV_EACH(node, &l->flying_ops) {
+        struct kv_op *op = KV_OF(node, struct kv_op, node);
+        if (op->port == o)
+            kv_link_retire_op(p, op);
+    }
+    if (l->flying_writes != before && !l->closing)
+        kv_link_fail(p, l, FI_ECANCELED, KV_FAILED_COMPLETION);   /* whether they landed is not known */
+}
+
+/* ---- links ---- */
+static bool may_end(const struct kv_link *l)
+{
+    const struct kv_port *told = l->told;
+    bool shut_out = !told || told->over || kv_port_abandoned(told);
+    return l->closing && kv_list_empty(&l->flying_ops) && (shut_out || !l->needs_fence);
+}
+
+static void end_link(struct kv_poller *p, struct kv_link *l)
+{
+    uint32_t slot = kv_link_slot(l->id);
+    struct kv_port *port = l->port;
+    if (port->domain)
+        kv_region_close(port->domain, &l->cell.region);
+    kv_report(p, KV_LINK_CLOSED, l->id, 0, 0);
+    kv_link_free(l);
+    p->links[slot] = NULL;
+    atomic_store_explicit(&p->link_slot_busy[slot], false, memory_order_release);
+}
+
+static void end_links(struct kv_poller *p)
+{
+    p->ends_due = false;
+    for (uint32_t slot = 0; slot < KV_MAX_LINKS; slot++)
+        if (p->links[slot] && may_end(p->links[slot]))
+            end_link(p, p->links[slot]);
+}
+
+void kv_link_close(struct kv_poller *p, struct kv_link *l, bool fence)
+{
+    struct kv_port *port = l->port;
+    if (l->closing)
+        return;
+    l->closing = true;
+    l->needs_fence = fence || port->owner;
+    kv_cell_withdraw(&l->cell);
+    kv_link_stop_all(p, l);
+    if (kv_port_abandoned(port))
+        reclaim(p, l, port);
+    if (port->owner) {
+        l->told = port;
+        kv_port_begin_closing(p, port);
+    }
+    end_links(p);
+}
+
+/* ---- ports ---- */
+void kv_port_begin_closing(struct kv_poller *p, struct kv_port *o)
+{
+    if (o->closing)
+        return;
+    o->closing = true;
+    o->closing_since_ns = kv_look(p);
+    p->num_closing++;
+    if (p->port == o) {
+        p->port = NULL;   /* the next link opens another */
+        kv_port_note(p);
+    }
+    for (uint32_t slot = 0; slot < KV_MAX_LINKS; slot++) {
+        struct kv_link *l = p->links[slot];
+        if (l && l->port == o && !l->closing)
+            kv_link_fail(p, l, FI_ECANCELED, KV_FAILED_COMPLETION);   /* it has no other */
+    }
+    kv_go_on_closing(p);
+}
+
+static void close_endpoint(struct kv_poller *p, struct kv_port *o)
+{
+    int rc = kv_port_close(o);
+    if (!rc)
+        return;
+    kv_count(&p->stats.errors, 1);   /* no fence: it is never reported closed */
+    if (o->owner)
+        kv_report(p, KV_LINK_FAILED, o->owner->id, (uint64_t)-rc, KV_FAILED_CLOSE);
+    else
+        kv_report(p, KV_PORT_FAILED, o->number, (uint64_t)-rc, KV_FAILED_CLOSE);
+    o->unclosable = true;
+    p->num_closing--;
+}
+
+/* Nothing refers to it any more, but for the old registrations of cells. */
+static bool unused(struct kv_poller *p, const struct kv_port *o)
+{
+    for (uint32_t slot = 0; slot < KV_MAX_LINKS; slot++)
+        if (p->links[slot] && (p->links[slot]->port == o || p->links[slot]->told == o))
+            return false;
+    return true;
+}
+
+static void finish(struct kv_poller *p, struct kv_port *o)
+{
+    o->over = true;
+    p->num_closing--;
+    for (uint32_t slot = 0; slot < KV_MAX_LINKS; slot++) {
+        struct kv_link *l = p->links[slot];
+        if (!l)
+            continue;
+        reclaim(p, l, o);
+        if (l->port != o)
+            kv_region_close(o->domain, &l->cell.old_region);
+        if (l->sending == o)
+            l->sending = l->port;
+    }
+    if (!o->owner) {
+        kv_port_note(p);
+        kv_report(p, KV_PORT_CLOSED, o->number, 0, 0);
+    }
+}
+
+void kv_go_on_closing(struct kv_poller *p)
+{
+    kv_look(p);
+    KV_EACH(node, &p->ports) {
+        struct kv_port *o = KV_OF(node, struct kv_port, in_poller);
+        if (!o->closing || o->unclosable || o->over)
+            continue;
+        if (!o->closed && p->now_ns >= safe_to_close_ns(p, o))
+            close_endpoint(p, o);
+        if (o->closed && !(o->domain && o->domain->unread))
+            finish(p, o);
+    }
+    end_links(p);
+    KV_EACH(node, &p->ports) {
+        struct kv_port *o = KV_OF(node, struct kv_port, in_poller);
+        if (o->over && !o->owner && unused(p, o))
+            kv_port_free(o);
+    }
+}
