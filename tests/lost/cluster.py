@@ -102,6 +102,15 @@ class Child:
         assert event is not None
         return event
 
+    async def requests(self, num: int, kind: str, prefix: str) -> dict[str, Event]:
+        """Wait for an event of a kind from at least so many requests; returns all there are."""
+        await self.until(lambda: len(self.of(kind, prefix)) >= num, f"{num} times {kind} of {prefix}")
+        return self.of(kind, prefix)
+
+    async def stream_over(self, name: str, width: int) -> None:
+        """Wait until each of the requests side by side in a stream was its last."""
+        await self.until(lambda: len(self.told("stream over", name=name)) == width, f"stream {name} is over")
+
     async def until(self, condition: Callable[[], bool], what: str, seconds: float = PATIENCE_S) -> None:
         """Wait until what it has told fulfils a condition."""
         deadline = time.monotonic() + seconds

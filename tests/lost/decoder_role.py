@@ -31,7 +31,7 @@ class Decoder(Role):
     async def _stream(self, name: str, index: int, source: Descriptor, pages: tuple[int, int]) -> None:
         sizes, count, fine = random.Random(f"{name} {index}"), 0, True
         while fine and name in self._streaming:
-            fine = await self._one(source, f"{name}-{index}-{count}", sizes.randint(*pages), {})
+            fine = await self._one(source, f"{name}-{index}-{count}", sizes.randint(*pages), {"hit": bool(count % 2)})
             count += 1
         tell("stream over", name=name, index=index)
 

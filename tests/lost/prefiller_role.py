@@ -14,6 +14,7 @@ from .role import Role, tell
 
 CHUNK = RUN * PAGE_TOKENS
 BATCH = 4
+LAYER_S = 0.001  # that the device computes a layer
 
 
 @dataclass
@@ -56,7 +57,9 @@ class Prefiller(Role):
         async for request in self.messenger.requests():
             self.spawn(self._serve(request, **json.loads(request.payload)))
 
-    async def _serve(self, request: PrefillRequest, tag: int, hold: str | None = None, queue_s: float = 0.0) -> None:
+    async def _serve(
+        self, request: PrefillRequest, tag: int, hold: str | None = None, hit: bool = False, queue_s: float = 0.0
+    ) -> None:
         request.accept()
         tell("accepted", id=request.request_id)
         job = Job(request, tag, hold)
@@ -69,6 +72,8 @@ class Prefiller(Role):
             if not request.ended:
                 job.pages = self.cache.take(num_pages)
                 self.cache.clear(job.pages)
+                if hit:
+                    self._hit_prefix(job)
                 self._running.append(job)
                 self._changed.notify_all()
         rows = await request.released()
@@ -83,6 +88,16 @@ class Prefiller(Role):
             else:
                 self.cache.keep(job.pages)
             self._changed.notify_all()
+
+    def _hit_prefix(self, job: Job) -> None:
+        """All but the last chunk has been computed before: it goes in one burst."""
+        last_start = (job.request.num_positions - 1) // CHUNK * CHUNK
+        if last_start > 0:
+            for layer in range(LAYERS):
+                self.cache.put(job.tag, layer, job.pages, 0, last_start)
+            span = Span(0, 0, job.pages[: last_start // PAGE_TOKENS])
+            self.messenger.begin_step([Chunk(job.request, 0, last_start, [span], ready=True)])
+            job.start = last_start
 
     async def _run(self) -> None:
         while True:
@@ -104,7 +119,7 @@ class Prefiller(Role):
                 if not job.released:  # its pages belong to somebody else now
                     self.cache.put(job.tag, layer, job.pages, job.start, job.stop)
             step.signal.bump()
-            await asyncio.sleep(0)  # others may run while the device computes
+            await asyncio.sleep(LAYER_S)  # the device computes, and the host is free
             for job in batch:
                 await self._hold(job, "first layer sent", lambda job=job: self._rows_posted(job) > 0)
         for job in batch:

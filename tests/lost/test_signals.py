@@ -57,14 +57,12 @@ class Scene:
 
     async def until_busy(self, seed: int) -> None:
         """Until a moment in the middle; which one, the seed decides."""
-        num, decoder = random.Random(seed).randint(5, 25), self.decoder_of(self.victim)
-        await decoder.until(lambda: len(decoder.of("arrived", "victim-")) >= num, f"{num} requests arrived")
+        await self.prefiller_of(self.victim).requests(random.Random(seed).randint(5, 25), "accepted", "victim-")
 
-    def signal(self, send: Callable[[], float]) -> float:
-        """Send the victim a signal; no new requests of it are asked for afterwards. Returns when."""
-        signalled = send()
+    def strike(self, send: Callable[[], float]) -> float:
+        """Send the victim a signal; no more requests of it are asked for. Returns when it was sent."""
         self.decoder_of(self.victim).do("halt", name="victim")
-        return signalled
+        return send()
 
     async def check_caught(self, side: Child, signalled: float, seconds: float) -> None:
         """Requests of the victim were under way at the signal, and their pages on this side came back in time."""
@@ -72,18 +70,15 @@ class Scene:
         late = {id: event["t"] - signalled for id, event in side.of("released", "victim-").items()}
         late = {id: after for id, after in late.items() if after > 0}
         assert late, "nothing was under way at the signal"
-        print(
-            f"{len(late)} requests; their pages at the {side.name} {side.role} came back within {max(late.values()):.3f} s"
-        )
+        print(f"{len(late)} requests: pages of the {side.name} {side.role} came back within {max(late.values()):.3f} s")
         assert max(late.values()) <= seconds, f"too late: {late}"
 
     async def check_bystander(self, more: int = 8) -> None:
         """It goes on, and nothing of its requests went wrong at any time."""
         decoder = self.decoder_of(self.bystander)
-        before = len(decoder.of("arrived", "bystander-"))
-        await decoder.until(lambda: len(decoder.of("arrived", "bystander-")) >= before + more, "the bystander goes on")
+        await decoder.requests(len(decoder.of("arrived", "bystander-")) + more, "arrived", "bystander-")
         decoder.do("halt", name="bystander")
-        await decoder.until(lambda: len(decoder.told("stream over", name="bystander")) == WIDTH, "its stream is over")
+        await decoder.stream_over("bystander", WIDTH)
         failed = decoder.of("failed", "bystander-")
         assert not failed, f"{len(failed)} requests of the bystander failed: {next(iter(failed.values()))}"
 
@@ -117,7 +112,7 @@ async def test_a_killed_process_leaves_pages_and_others_unharmed(
 ) -> None:
     async with scene(tmp_path, role, fabric=fabric, fence=fence) as now:
         await now.until_busy(seed)
-        killed = now.victim.kill()
+        killed = now.strike(now.victim.kill)
         await now.victim.ended()
         await now.check_caught(now.live, killed, LEASE_S + FENCE_S)
         await now.check_bystander()
@@ -129,7 +124,7 @@ async def test_a_stopped_process_that_wakes_up_harms_nobody_and_is_a_new_peer(
 ) -> None:
     async with scene(tmp_path, role, fabric=fabric, fence=fence) as now:
         await now.until_busy(seed)
-        stopped = now.victim.stop()
+        stopped = now.strike(now.victim.stop)
         await until(stopped + LEASE_S + FENCE_S)  # the lease must run out while nothing happens
         await now.check_caught(now.live, stopped, LEASE_S + FENCE_S)
         if role == "prefiller":  # it was heard of last at least a heartbeat before, so that nothing proved more yet
@@ -140,6 +135,6 @@ async def test_a_stopped_process_that_wakes_up_harms_nobody_and_is_a_new_peer(
         decoder, source = now.decoder_of(now.victim), now.prefiller_of(now.victim).descriptor
         for index in range(3):
             decoder.do("fetch", id=f"again-{index}", source=source, num_pages=12)
-        await decoder.until(lambda: len(decoder.of("arrived", "again-")) == 3, "the woken one serves again")
+        await decoder.requests(3, "arrived", "again-")
         await now.check_bystander()
         await now.check_end(now.live, now.victim, now.bystander)
