@@ -8,6 +8,7 @@ from msgspec import Meta, Struct
 
 from .bounds import MAX_ENTRIES, MAX_GROUPS, MAX_REGIONS, U31, U63, U64, Generation, Name, Positive, Slot
 
+
 class Region(Struct, frozen=True):
     """Memory the receiver of this message may write into.
 
