@@ -409,15 +409,10 @@ class Node:
     def _link_held(self, link: int, value: int, extra: int) -> None:
         self._links[link].link_held()
 
-    def _transfer_sent(self, tag: int, rows: int, extra: int) -> None:
+    def _transfer_ended(self, tag: int, rows: int, extra: int) -> None:
         request = self.inbox.by_tag.get(tag)
         if request is not None:
-            request.transfer_ended(rows, whole=True)
-
-    def _transfer_stopped(self, tag: int, rows: int, extra: int) -> None:
-        request = self.inbox.by_tag.get(tag)
-        if request is not None:
-            request.transfer_ended(rows, whole=False)
+            request.transfer_ended(rows)
 
     def _link_opened(self, link: int, value: int, extra: int) -> None:
         self._links[link].link_opened()
@@ -448,8 +443,8 @@ class Node:
         records.OVERFLOW: _overflowed,
         records.STRAY: _strayed,
         records.SLOT_REACHED: _slot_reached,
-        records.SENT: _transfer_sent,
-        records.STOPPED: _transfer_stopped,
+        records.SENT: _transfer_ended,
+        records.STOPPED: _transfer_ended,
         records.LINK_OPENED: _link_opened,
         records.LINK_FAILED: _link_failed,
         records.LINK_CLOSED: _link_closed,

@@ -84,7 +84,6 @@ class PrefillRequest:
         self.num_open_steps = 0
         self._num_ended = 0
         self._rows = 0
-        self._whole = True  # no transfer was stopped
         self._machine = core.Serve(dispatch.request_id)
         self._outcome: asyncio.Future[Outcome] = node.loop.create_future()
         self._released: asyncio.Future[int] = node.loop.create_future()
@@ -176,21 +175,20 @@ class PrefillRequest:
             case Cancel(code=code, reason=detail):
                 self._feed(core.DecoderFailed(Failure(code, f"{self.peer.name} cancelled: {detail}")))
 
-    def transfer_ended(self, rows: int, *, whole: bool) -> None:
-        """One of our transfers is locally complete after `rows`; not `whole`: it was stopped before its end."""
+    def transfer_ended(self, rows: int) -> None:
+        """One of our transfers is locally complete, or was stopped after `rows`."""
         self._num_ended += 1
         self._rows += rows
-        self._whole &= whole
         self.check_completed()
 
     def check_completed(self) -> None:
         """Every read over? Then either all is sent, or what failed has drained."""
         if self._num_ended != self.num_transfers:
             return
-        state = self._machine.state
+        state, sound = self._machine.state, self.peer.link_failure is None  # what a failed link has stopped is not sent
         if state is core.ServeState.stopping:
             self._feed(core.ReadsEnded(self._rows))
-        elif self.last_armed and self._whole and state in (core.ServeState.accepted, core.ServeState.arrived):
+        elif self.last_armed and sound and state in (core.ServeState.accepted, core.ServeState.arrived):
             self._feed(core.WritesCompleted(self._rows))
 
     def release_context_slot(self) -> None:
