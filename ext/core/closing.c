@@ -13,6 +13,8 @@
 static uint64_t safe_to_close_ns(struct kv_poller *p, const struct kv_port *o)
 {
     const struct kv_link *l = o->owner;
+    if (kv_port_abandoned(o))
+        return 0;
     if (l && l->heard_ns)
         return l->heard_ns + LINGER_NS;
     if (l && p->fabric.shares_locks)
@@ -37,7 +39,7 @@ static void reclaim(struct kv_poller *p, struct kv_link *l, const struct kv_port
 static bool may_end(const struct kv_link *l)
 {
     const struct kv_port *told = l->told;
-    bool shut_out = !told || told->over || kv_port_abandoned(told);
+    bool shut_out = !told || told->over || (kv_port_abandoned(told) && !told->owner);   /* its own goes with it */
     return l->closing && kv_list_empty(&l->flying_ops) && (shut_out || !l->needs_fence);
 }
 

@@ -99,6 +99,31 @@ def test_a_lock_that_never_comes_back_costs_its_link_alone(
 
 
 @needs_known_lock
+def test_a_shared_port_that_is_stuck_is_exchanged_like_any_other() -> None:
+    """All its links are lost with it; the next port has a domain of its own, and the others come back there."""
+    source = Node("shm", shared_endpoint=True)
+    with Target("shm") as lost, Target("shm") as live:
+        doomed, template = lost.pair_with(source)
+        other, _ = live.pair_with(source)
+        take_lock_for_good(segment_of(lost.address))
+        send(source, doomed, template, 5)
+        for link in (doomed, other):
+            assert source.wait(native.LINK_FAILED, link)[4] == native.FAILED_STUCK
+            source.poller.close_link(link)
+            source.wait(native.LINK_CLOSED, link)
+        source.poller.rotate([7])
+        old = source.wait(native.PORT_OPENED)[1] - 1
+        source.poller.close_port(old)
+        source.wait(native.PORT_CLOSED, old)
+    with Target("shm") as live:
+        link, template = live.pair_with(source)
+        live.ask("expect", num_rows=ALL_ROWS)
+        send(source, link, template, 1)
+        assert live.ask("reached") == ALL_ROWS
+    source.close()
+
+
+@needs_known_lock
 def test_closing_does_not_wait_for_a_lost_lock(source: Node) -> None:
     with Target("shm") as lost:
         link, template = lost.pair_with(source)
