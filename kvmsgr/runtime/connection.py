@@ -73,12 +73,16 @@ class Connection(asyncio.Protocol):
         """Send what is queued, then close. The receiver hears nothing more.
 
         Our side is closed first, and the rest when the peer has closed its own: closing both at once while the peer is
-        sending would take our last message from it. A peer that does not close is cut off after `PATIENCE_S`.
+        sending would take our last message from it. A peer that does not close is cut off after `PATIENCE_S`. Never raises.
         """
         self._closed = True
         if self._transport is None or self._transport.is_closing():
             return
-        self._transport.write_eof()
+        try:
+            self._transport.write_eof()
+        except OSError:  # the peer has cut it off, and what it sent before is still being read
+            self._transport.abort()
+            return
         deadline = asyncio.get_running_loop().call_later(PATIENCE_S, self._transport.abort)
         self.ended.add_done_callback(lambda _: deadline.cancel())
 
