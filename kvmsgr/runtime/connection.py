@@ -73,7 +73,7 @@ class Connection(asyncio.Protocol):
         """Send what is queued, then close. The receiver hears nothing more.
 
         Our side is closed first, and the rest when the peer has closed its own: closing both at once while the peer is
-        sending would take our last message from it. A peer that does not close is cut off after `PATIENCE_S`. Never raises.
+        sending would take our last message from it. A peer that does not close is cut off after `PATIENCE_S`.
         """
         self._closed = True
         if self._transport is None or self._transport.is_closing():
