@@ -6,17 +6,17 @@
    after that. A peer that has been heard for a while has nothing of the kind under way; for others we poll on first. */
 #define LINGER_NS (2 * KV_MS)
 #define CONNECT_LINGER_NS (20 * KV_MS)
-/* Its shm is worse: who reads a connection request of an endpoint that has gone meanwhile follows a null pointer. So a
-   link does not go before its peer, if it runs, has had time to read ours. */
+/* Its shm is worse: who reads a connection request of an endpoint that has gone meanwhile follows a null pointer. A peer
+   that was heard reads its queue, and ours was in it; one that was not gets time to, if it runs. */
 #define YOUNG_NS (100 * KV_MS)
 
 static uint64_t safe_to_close_ns(struct kv_poller *p, const struct kv_port *o)
 {
     const struct kv_link *l = o->owner;
-    if (p->fabric.shares_locks)
-        return !l ? o->closing_since_ns + CONNECT_LINGER_NS : l->connected_ns ? l->connected_ns + YOUNG_NS : 0;
     if (l && l->heard_ns)
         return l->heard_ns + LINGER_NS;
+    if (l && p->fabric.shares_locks)
+        return l->connected_ns ? l->connected_ns + YOUNG_NS : 0;
     return o->closing_since_ns + (!l || l->lease_until_ns == UINT64_MAX ? LINGER_NS : CONNECT_LINGER_NS);
 }
 

@@ -818,10 +818,11 @@ cdef class Poller:
             raise _error(&e, self.provider)
 
     def close_port(self, uint32_t port=0):
-        """Begins to close the older port, or the only one; `port` other than 0 must be its number. PORT_CLOSED says that nothing can land through it any more
-        and that all that had landed is counted. LINK_CLOSED follows for closing links whose peers knew no newer port.
+        """Begins to close the older port, or the only one; `port` other than 0 must be its number.
 
-        A link with writes in flight through it fails: whether they have landed is not known.
+        PORT_CLOSED says that nothing can land through it any more and that all that had landed is counted. LINK_CLOSED
+        follows for closing links whose peers knew no newer port. A link with writes in flight through it fails:
+        whether they have landed is not known.
         """
         cdef kv_error e
         cdef c_bool ok
