@@ -78,7 +78,11 @@ class Connection(asyncio.Protocol):
         self._closed = True
         if self._transport is None or self._transport.is_closing():
             return
-        self._transport.write_eof()
+        try:
+            self._transport.write_eof()
+        except OSError:  # the peer has cut it off, and what it sent before is still being read
+            self._transport.abort()
+            return
         deadline = asyncio.get_running_loop().call_later(PATIENCE_S, self._transport.abort)
         self.ended.add_done_callback(lambda _: deadline.cancel())
 
