@@ -116,7 +116,7 @@ class Child:
         deadline = time.monotonic() + seconds
         while not condition():
             self.check()
-            assert not self._reader.done(), f"{self.name} ended; waited for: {what}"
+            assert not self._reader.done(), f"{self.name} ended ({self._process.returncode}); waited for: {what}"
             self._told.clear()
             try:
                 await asyncio.wait_for(self._told.wait(), deadline - time.monotonic())
