@@ -6,7 +6,6 @@
    after that. A peer that has been heard for a while has nothing of the kind under way; for others we poll on first. */
 #define LINGER_NS (2 * KV_MS)
 #define CONNECT_LINGER_NS (20 * KV_MS)
-#define CARRY_NS (300 * KV_MS)
 /* Its shm is worse: who reads a connection request of an endpoint that has gone meanwhile follows a null pointer. A peer
    that was heard reads its queue, and ours was in it; one that was not gets time to, if it runs. */
 #define YOUNG_NS (100 * KV_MS)
@@ -146,15 +145,13 @@ static void finish(struct kv_poller *p, struct kv_port *o)
     }
 }
 
-/* Our own writes to peers that live are under way through it: closed now, whether they landed would never be known. They
-   are as quick as the network, unless the provider completes nothing past a write to the peer that is shut out (shm). */
-static bool carries(struct kv_poller *p, const struct kv_port *o)
+/* A peer that lives takes what was posted to it, and then its link sends through the newer port. One that does not is
+   given up when its lease is over. */
+static bool still_sends(struct kv_poller *p, const struct kv_port *o)
 {
-    if (p->now_ns > o->closing_since_ns + CARRY_NS)
-        return false;
     for (uint32_t slot = 0; slot < KV_MAX_LINKS; slot++) {
         const struct kv_link *l = p->links[slot];
-        if (l && l->sending == o && l->flying_writes && !l->failed && !l->closing)
+        if (l && l->moving && l->sending == o && !l->closing && !l->failed)
             return true;
     }
     return false;
@@ -167,7 +164,7 @@ void kv_go_on_closing(struct kv_poller *p)
         struct kv_port *o = KV_OF(node, struct kv_port, in_poller);
         if (!o->closing || o->unclosable || o->over)
             continue;
-        if (!o->closed && p->now_ns >= safe_to_close_ns(p, o) && !carries(p, o))
+        if (!o->closed && p->now_ns >= safe_to_close_ns(p, o) && !still_sends(p, o))
             close_endpoint(p, o);
         if (o->closed && !(o->domain && o->domain->unread))
             finish(p, o);
