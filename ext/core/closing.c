@@ -145,6 +145,18 @@ static void finish(struct kv_poller *p, struct kv_port *o)
     }
 }
 
+/* A peer that lives takes what was posted to it, and then its link sends through the newer port. One that does not is
+   given up when its lease is over. */
+static bool still_sends(struct kv_poller *p, const struct kv_port *o)
+{
+    for (uint32_t slot = 0; slot < KV_MAX_LINKS; slot++) {
+        const struct kv_link *l = p->links[slot];
+        if (l && l->moving && l->sending == o && !l->closing && !l->failed)
+            return true;
+    }
+    return false;
+}
+
 void kv_go_on_closing(struct kv_poller *p)
 {
     kv_look(p);
@@ -152,7 +164,7 @@ void kv_go_on_closing(struct kv_poller *p)
         struct kv_port *o = KV_OF(node, struct kv_port, in_poller);
         if (!o->closing || o->unclosable || o->over)
             continue;
-        if (!o->closed && p->now_ns >= safe_to_close_ns(p, o))
+        if (!o->closed && p->now_ns >= safe_to_close_ns(p, o) && !still_sends(p, o))
             close_endpoint(p, o);
         if (o->closed && !(o->domain && o->domain->unread))
             finish(p, o);

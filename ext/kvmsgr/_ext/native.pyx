@@ -821,8 +821,7 @@ cdef class Poller:
         """Begins to close the older port, or the only one; `port` other than 0 must be its number.
 
         PORT_CLOSED says that nothing can land through it any more and that all that had landed is counted. LINK_CLOSED
-        follows for closing links whose peers knew no newer port. A link with writes in flight through it fails:
-        whether they have landed is not known.
+        follows for closing links whose peers knew no newer port. Links that live finish their writes first.
         """
         cdef kv_error e
         cdef c_bool ok
