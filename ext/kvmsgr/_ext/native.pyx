@@ -126,6 +126,11 @@ def libfabric_version():
     return FI_MAJOR(version), FI_MINOR(version)
 
 
+def error_text(int code):
+    """What libfabric calls an error; its codes are errno's and some more."""
+    return fi_strerror(code).decode()
+
+
 def providers():
     """Names of the RDM providers that take our hints, as libfabric ranks them."""
     cdef char names[64][64]
@@ -548,7 +553,9 @@ cdef class LayerCounter:
 
 @cython.no_gc_clear  # the thread reads the state and the counters until __dealloc__ has joined it
 cdef class Poller:
-    """One thread and one libfabric domain: posts, polls, watches layer counters and counts what lands.
+    """One thread that posts, polls, watches layer counters and counts what lands.
+
+    It has one libfabric domain, or one a link where the provider shares locks between processes (shm).
 
     The thread starts with the first link or step; regions are registered before. Every method may be called from any
     thread.
