@@ -41,8 +41,8 @@ class Config:
         drain_timeout_s: How long a peer that runs may take to say how much it has posted for a request that is over,
             before it is taken for lost. Its engine's event loop may be blocked for so long.
         fence: How a lost peer is kept from writing: "endpoint" gives each peer an endpoint of its own, which is closed;
-            "rotation" gives all peers one, and moves those that live to another. "auto": rotation where queue pairs are
-            scarce (efa, verbs), else endpoints.
+            "rotation" gives all peers one, and moves those that live to another (not over shm). "auto": rotation where
+            queue pairs are scarce (efa, verbs), else endpoints.
         quarantine_limit: Share of a cache group's pages (0 to 1) that may be in quarantine before the messenger calls
             itself unhealthy.
         connect_timeout_s: From dialling a peer until requests may go.

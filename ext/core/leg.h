@@ -1,7 +1,8 @@
 /* The legs of the state file: what a messenger does for each request, for whoever looks from outside.
 
    The callers' side writes what a leg is and how it stands, under a sequence; pollers count beside it. A transfer
-   belongs to the leg its tag names; to none when no such leg is open. */
+   belongs to the leg its tag names; to none when no such leg is open. The rows counted as posted are part of a proof as
+   well: a writer that is moved to another port says them to its reader. */
 #ifndef KV_LEG_H
 #define KV_LEG_H
 #include "state.h"

@@ -15,8 +15,7 @@ from .machine import Machine, go
 
 
 class ServeState(StrEnum):
-    announced = "announced"  # the engine came first: it waits for the decoder's Dispatch of the same request id
-    offered = "offered"  # the decoder came first: the engine has not answered yet
+    offered = "offered"  # the engine has not answered yet
     accepted = "accepted"  # chunks may be armed
     sent = "sent"  # every write is locally complete; the decoder has not answered yet
     arrived = "arrived"  # the decoder counted every row before our own completions were read
@@ -25,11 +24,6 @@ class ServeState(StrEnum):
 
 
 # Events
-@dataclass(frozen=True, slots=True)
-class Dispatched:
-    """The decoder asks for a request that the engine has announced."""
-
-
 @dataclass(frozen=True, slots=True)
 class EngineAccepted:
     """The engine takes the request."""
@@ -191,13 +185,10 @@ class Serve(Machine):
     """One request. `state` ends in `ended`, with exactly one SettleOutcome and one ReleasePages on the way.
 
     Args:
-        name: The request id, by which the two sides meet: either may come first.
-        start: `offered`, or `announced` where the engine came first.
+        name: The request id.
     """
 
     table: ClassVar = {
-        (_S.announced, Dispatched): go(_S.accepted, _send_accept),
-        (_S.announced, Failed): go(_S.ended, _failed, _release_unread, _forget),
         (_S.offered, EngineAccepted): go(_S.accepted, _send_accept),
         (_S.offered, EngineDeclined): go(_S.ended, _send_decline, _failed, _release_unread, _forget),
         # Nothing was posted, and the decoder may know it: a request that was never taken up leaves its pages clean.
@@ -230,6 +221,6 @@ class Serve(Machine):
         (_S.ended, Failed): go(_S.ended),
     }
 
-    def __init__(self, name: str, start: ServeState = ServeState.offered) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.state: ServeState = start
+        self.state: ServeState = ServeState.offered

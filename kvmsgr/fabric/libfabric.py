@@ -27,6 +27,11 @@ StateFile = native.StateFile
 FEW_QUEUE_PAIRS = frozenset({"efa", "verbs;ofi_rxm"})
 """Where an endpoint a peer does not go far: about 256 queue pairs a network interface."""
 
+NO_ROTATION = (
+    "shm: it completes the writes of an endpoint in order, so one peer that dies would stall all others that share it; "
+    "set fence to 'endpoint' (endpoints are not scarce there)"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class FabricSettings:
@@ -155,6 +160,9 @@ def open_fabric(settings: FabricSettings, regions: Sequence[tuple[int, int]], ow
     path = str(folder / f"kvmsgr-{os.getpid()}-{settings.incarnation[:8]}.state")
     answers: list[str] = []
     for provider in candidates(settings.fabric, settings.local):
+        if provider == "shm" and _rotates(settings, provider):
+            answers.append(NO_ROTATION)
+            continue
         state = _open_state(path, settings.incarnation)
         poller: Poller | None = None
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 from kvmsgr._ext.native import (
@@ -32,6 +31,7 @@ from kvmsgr._ext.native import (
     STEP_FAULT,
     STOPPED,
     STRAY,
+    error_text,
 )
 
 __all__ = [
@@ -51,6 +51,7 @@ __all__ = [
     "STOPPED",
     "STRAY",
     "LinkFailure",
+    "error_text",
     "link_failure",
     "step_fault",
 ]
@@ -89,7 +90,7 @@ def link_failure(errno: int, call: int) -> LinkFailure:
     """Read a LINK_FAILED record."""
     if call in _SILENCES:
         return LinkFailure(errno, True, _SILENCES[call])
-    return LinkFailure(errno, False, f"{_LINK_CALLS[call]} failed: {os.strerror(errno)} (errno {errno})")
+    return LinkFailure(errno, False, f"{_LINK_CALLS[call]} failed: {error_text(errno)} (errno {errno})")
 
 
 def step_fault(ticket: int, extra: int, num_bumps: int) -> str:

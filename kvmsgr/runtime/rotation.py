@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from typing import TYPE_CHECKING
 
 import structlog
@@ -11,6 +10,7 @@ import structlog
 from kvmsgr.core import rotation as core
 from kvmsgr.core.failure import Failure
 from kvmsgr.core.peer import PeerState
+from kvmsgr.fabric import records
 from kvmsgr_protocol import NUM_GENERATIONS, RankFabric, Reason, Rotate, Rotated, immediate
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class RotationDriver:
                 case core.MovePeers():
                     self._move()
                 case core.LosePeers(errno):
-                    detail = f"no second endpoint could be opened to fence a lost peer: {os.strerror(errno)}"
+                    detail = f"no second endpoint could be opened to fence a lost peer: {records.error_text(errno)}"
                     for peer in list(self._node.peers):
                         peer.lose(Failure(Reason.fabric, detail))
                 case core.ClosePort():

@@ -32,7 +32,6 @@ EXAMPLES: dict[type, object] = {
     fetch.Cancelled: fetch.Cancelled(9, "nobody waits for it"),
     fetch.Closed: fetch.Closed(9),
     fetch.LegsClean: fetch.LegsClean(),
-    serve.Dispatched: serve.Dispatched(),
     serve.EngineAccepted: serve.EngineAccepted(),
     serve.EngineDeclined: serve.EngineDeclined(Failure(Reason.refused, "no")),
     serve.WritesCompleted: serve.WritesCompleted(10),
@@ -62,12 +61,6 @@ def new_machines() -> dict[type[Machine], Machine]:
         peer.Peer: peer.Peer("p"),
         rotation.Rotation: rotation.Rotation("n"),
     }
-
-
-def starts_of(kind: type[Machine]) -> list[StrEnum]:
-    """A request begins where the side that came first puts it."""
-    first = new_machines()[kind].state
-    return [first, serve.ServeState.announced] if kind is serve.Serve else [first]
 
 
 def states_of(kind: type[Machine]) -> set[StrEnum]:

@@ -10,7 +10,6 @@ from kvmsgr.core.failure import Failure
 from kvmsgr.core.serve import (
     DecoderFailed,
     DecoderFinished,
-    Dispatched,
     EngineAccepted,
     EngineDeclined,
     Failed,
@@ -39,14 +38,6 @@ def test_a_whole_life() -> None:
     assert serve.feed(EngineAccepted()) == [SendAccept()]
     assert serve.feed(WritesCompleted(10)) == [SendSent(10), ReleasePages(10)]
     assert serve.feed(DecoderFinished()) == [SettleOutcome(None), Forget()]
-
-
-def test_the_engine_may_come_first() -> None:
-    serve = Serve("r", ServeState.announced)
-    assert serve.feed(Dispatched()) == [SendAccept()]
-    assert serve.feed(WritesCompleted(10)) == [SendSent(10), ReleasePages(10)]
-    alone = Serve("r", ServeState.announced)
-    assert alone.feed(Failed(FAILURE)) == [SettleOutcome(FAILURE), ReleasePages(0), Forget()]
 
 
 def test_the_decoder_may_be_ready_before_our_own_completions_are_read() -> None:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +42,16 @@ def test_what_is_chosen_passed_the_self_test_and_says_why(fabric: str, local: bo
     finally:
         opened.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_peers_that_share_an_endpoint_do_not_meet_over_shm(tmp_path: Path) -> None:
+    rotating = replace(settings("shm", True, tmp_path), fence="rotation")
+    with pytest.raises(FabricUnavailableError, match="would stall all others"):
+        open_fabric(rotating, [])
+    opened = open_fabric(replace(rotating, fabric="auto"), [])
+    assert opened.choice.provider in ("net", "tcp")
+    assert opened.rotates
+    opened.close()
 
 
 def test_registered_memory_is_held_until_the_poller_has_stopped(tmp_path: Path) -> None:

@@ -30,8 +30,7 @@ SEEDS = [int(seed) for seed in os.environ.get("KVMSGR_LOST_SEEDS", "1").split(",
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.parametrize("fabric", ["net", "shm"]),
-    pytest.mark.parametrize("fence", ["endpoint", "rotation"]),
+    pytest.mark.parametrize(("fabric", "fence"), [("net", "endpoint"), ("net", "rotation"), ("shm", "endpoint")]),
     pytest.mark.parametrize("role", ["decoder", "prefiller"]),
     pytest.mark.parametrize("seed", SEEDS),
 ]

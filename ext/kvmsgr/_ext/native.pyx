@@ -126,6 +126,11 @@ def libfabric_version():
     return FI_MAJOR(version), FI_MINOR(version)
 
 
+def error_text(int code):
+    """What libfabric calls an error; its codes are errno's and some more."""
+    return fi_strerror(code).decode()
+
+
 def providers():
     """Names of the RDM providers that take our hints, as libfabric ranks them."""
     cdef char names[64][64]
@@ -548,7 +553,9 @@ cdef class LayerCounter:
 
 @cython.no_gc_clear  # the thread reads the state and the counters until __dealloc__ has joined it
 cdef class Poller:
-    """One thread and one libfabric domain: posts, polls, watches layer counters and counts what lands.
+    """One thread that posts, polls, watches layer counters and counts what lands.
+
+    It has one libfabric domain, or one a link where the provider shares locks between processes (shm).
 
     The thread starts with the first link or step; regions are registered before. Every method may be called from any
     thread.
@@ -821,8 +828,7 @@ cdef class Poller:
         """Begins to close the older port, or the only one; `port` other than 0 must be its number.
 
         PORT_CLOSED says that nothing can land through it any more and that all that had landed is counted. LINK_CLOSED
-        follows for closing links whose peers knew no newer port. A link with writes in flight through it fails:
-        whether they have landed is not known.
+        follows for closing links whose peers knew no newer port. Links that live finish their writes first.
         """
         cdef kv_error e
         cdef c_bool ok
