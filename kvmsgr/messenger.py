@@ -16,7 +16,7 @@ from .config import Config
 from .device.cache import Cache, ContextBuffer, Memory
 from .errors import ConfigError
 from .fabric.choice import FabricChoice
-from .fabric.libfabric import FabricSettings, open_fabric
+from .fabric.libfabric import Fabric, FabricSettings, open_fabric
 from .runtime import steps
 from .runtime.connection import listen, release
 from .runtime.fetch import Fetch
@@ -31,6 +31,12 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 log = structlog.get_logger("kvmsgr")
+
+
+def _close_unwanted(opening: asyncio.Future[Fabric]) -> None:
+    """Whoever waited for it was cancelled."""
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().close()
 
 
 class Messenger:
@@ -79,7 +85,12 @@ class Messenger:
             state_dir=config.state_dir,
         )
         regions = [(region.address, region.num_bytes) for region in memory.regions]
-        fabric = await asyncio.get_running_loop().run_in_executor(None, open_fabric, settings, regions, memory)
+        opening = asyncio.get_running_loop().run_in_executor(None, open_fabric, settings, regions, memory)
+        try:
+            fabric = await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            opening.add_done_callback(_close_unwanted)
+            raise
         node = Node(config, memory, fabric, incarnation)
         try:
             server, bound = await listen(address, node.connection_accepted)
@@ -149,6 +160,8 @@ class Messenger:
         """
         if len(sources) != 1:
             raise ConfigError(f"{len(sources)} sources were given; one rank to one rank is what can be moved so far")
+        if not isinstance(sources[0], Descriptor):
+            raise ConfigError(f"a source is {sources[0]!r}; it must be the `descriptor` of the prefiller's messenger")
         if len(tokens) == 0:
             raise ConfigError(f"request {request_id!r} has no tokens; a prompt has at least one")
         ids = [operator.index(token) for token in tokens]

@@ -58,6 +58,13 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
+class NeverAnswered:
+    """Long after the time allowed the decoder has not said what became of it, though its poller runs."""
+
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
 class PeerEnded:
     """The decoder's epoch is over; there is nobody to tell."""
 
@@ -162,7 +169,7 @@ def _arrived(serve: Serve, event: object) -> SettleOutcome:
     return SettleOutcome(None)
 
 
-def _failed(serve: Serve, event: Failed | PeerEnded | DecoderFailed | EngineDeclined) -> SettleOutcome:
+def _failed(serve: Serve, event: Failed | NeverAnswered | PeerEnded | DecoderFailed | EngineDeclined) -> SettleOutcome:
     return SettleOutcome(event.failure)
 
 
@@ -208,6 +215,7 @@ class Serve(Machine):
         (_S.sent, DecoderFinished): go(_S.ended, _arrived, _forget),
         (_S.sent, DecoderFailed): go(_S.ended, _failed, _forget),
         (_S.sent, PeerEnded): go(_S.ended, _failed, _forget),
+        (_S.sent, NeverAnswered): go(_S.ended, _failed, _forget),
         (_S.sent, Failed): go(_S.sent),
         (_S.stopping, ReadsEnded): go(_S.ended, _send_drained, _release, _forget),
         (_S.stopping, WritesCompleted): go(_S.ended, _send_drained, _release, _forget),

@@ -40,8 +40,10 @@ class CacheGroup:
             name: Name of the group; the same on both sides.
 
         Raises:
-            LayoutError: An array is of an unknown kind.
+            LayoutError: An array is of an unknown kind, or `parts` is no list.
         """
+        if not isinstance(parts, (list, tuple)):
+            raise LayoutError(f"parts is a {type(parts).__name__}; it must be a list of parts, as in [kv] or [k, v]")
         listed = [list(part) if isinstance(part, (list, tuple)) else [part] for part in parts]
         return cls(
             name=name,

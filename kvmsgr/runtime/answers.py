@@ -1,9 +1,20 @@
-"""Failures as control messages."""
+"""Failures as control messages, and in the log."""
 
 from __future__ import annotations
 
+import structlog
+
 from kvmsgr.core.failure import Failure
 from kvmsgr_protocol import Busy, Cancel, Dispatch, Failed, Reason, Refuse
+
+log = structlog.get_logger("kvmsgr")
+WISHES = frozenset({Reason.cancelled, Reason.busy, Reason.refused, Reason.closed})
+
+
+def log_failure(request_id: str, failure: Failure) -> None:
+    """What somebody wanted is no reason to warn."""
+    say = log.info if failure.reason in WISHES else log.warning
+    say("request failed", request_id=request_id, reason=str(failure.reason), detail=failure.detail)
 
 
 def declined(dispatch: Dispatch, failure: Failure) -> Busy | Refuse:

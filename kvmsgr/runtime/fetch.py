@@ -32,7 +32,7 @@ from kvmsgr_protocol import (
     Unknown,
 )
 
-from .answers import ended
+from .answers import ended, log_failure
 
 if TYPE_CHECKING:
     from .node import Node
@@ -86,6 +86,7 @@ class Fetch:
         self._numbers = numbers  # of its legs in the ledger
         self._num_pages = sum(span.num_pages for span in self.spans)
         self._failure: Failure | None = None
+        self._watches: dict[PeerDriver, asyncio.TimerHandle] = {}
         self._legs = {peer: Leg(f"{self.request_id} at {peer.name}") for peer in slots}
         self._arrival: asyncio.Future[Arrival] = node.loop.create_future()
         self._released: asyncio.Future[None] = node.loop.create_future()
@@ -127,16 +128,17 @@ class Fetch:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Cancel it if it is under way, and wait for its pages, as long as a silent peer's lease can take.
+        """Cancel it if it is under way, and wait for its pages, as long as any proof can take: a peer may need
+        `drain_timeout_s` to answer, and is lost then; a silent one is when its lease ends.
 
         Raises:
             PagesQuarantined: No proof has come; the messenger holds the pages on, and `released()` says when they are
                 free. A cancelled task is not kept from ending: then this is only logged.
         """
         self.cancel("its block was left")
-        lease_s = self._node.config.lease_s
-        leases = 2 if self._node.fabric.rotates else 1  # one to lose the peer, one more that others may take to move
-        await asyncio.wait([self._released], timeout=leases * lease_s + FENCE_S)
+        config = self._node.config
+        leases_s = config.lease_s * (2 if self._node.fabric.rotates else 1)  # one to lose it, one for others to move
+        await asyncio.wait([self._released], timeout=max(leases_s, config.drain_timeout_s) + FENCE_S)
         if self._released.done():
             return
         quarantined = PagesQuarantined(self.request_id, self.quarantine or "")
@@ -318,7 +320,9 @@ class Fetch:
 
     def _watch(self, peer: PeerDriver, state: legs.LegState, seconds: float, slot_rows: int) -> None:
         """A leg may stay in `state` while rows of it land. Then its peer is lost, and the fence is the proof."""
-        self._node.loop.call_later(seconds, self._check_watch, peer, state, seconds, slot_rows)
+        if (running := self._watches.pop(peer, None)) is not None:
+            running.cancel()
+        self._watches[peer] = self._node.loop.call_later(seconds, self._check_watch, peer, state, seconds, slot_rows)
 
     def _check_watch(self, peer: PeerDriver, state: legs.LegState, seconds: float, slot_rows: int) -> None:
         leg = self._legs[peer]
@@ -353,9 +357,7 @@ class Fetch:
                     if not self._arrival.done():
                         self._arrival.set_result(self._make_arrival(rows))
                 case core.ResolveFailure(failure):
-                    log.warning(
-                        "request failed", request_id=self.request_id, reason=str(failure.reason), detail=failure.detail
-                    )
+                    log_failure(self.request_id, failure)
                     if not self._arrival.done():
                         self._arrival.set_exception(self._error(failure))
                         self._arrival.exception()  # it may never be awaited; the log has said it
@@ -382,6 +384,8 @@ class Fetch:
 
     def _release_pages(self) -> None:
         self._rows = self.rows_landed
+        for watch in self._watches.values():
+            watch.cancel()
         for number in self._numbers.values():
             self._node.ledger.close(number)
         self._node.release_fetch(self)
@@ -397,6 +401,8 @@ class Fetch:
 
     def never_released(self, error: FabricStuckError) -> None:
         """The fabric cannot be closed: no proof will ever come."""
+        for watch in self._watches.values():
+            watch.cancel()
         if not self._released.done():
             self._released.set_exception(error)
             self._released.exception()  # it may never be awaited; closing the messenger has said it

@@ -124,7 +124,7 @@ class Node:
 
         try:
             await dial(address, made)
-        except (OSError, UnicodeError) as error:  # a name may be no host name at all
+        except (OSError, ValueError) as error:  # a name may be no host name at all
             peer.dial_failed(error)
 
     def connection_accepted(self, connection: Connection) -> None:
@@ -435,7 +435,8 @@ class Node:
         if step is None:
             return
         detail = records.step_fault(ticket, extra, step.num_bumps)
-        log.error("step failed", counter=counter, ticket=ticket, detail=detail)
+        say = log.info if all(chunk.request.ended for chunk in step.chunks) else log.error
+        say("step failed", counter=counter, ticket=ticket, detail=detail)
         step.fail(detail)
 
     _handlers: ClassVar[dict[int, Callable[[Node, int, int, int], None]]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 from typing import TYPE_CHECKING
 
@@ -71,6 +72,7 @@ class PeerDriver:
         self.link_closing = False
         self.link_failure: str | None = None
         self.can_rotate = False
+        self._held: asyncio.TimerHandle | None = None  # our writes are held back, and until when
         self._has_window = False
         self._beat: tuple[int, int] | None = None  # (slot, generation) of its heartbeats
         self.remote: RankAttach | None = None
@@ -218,6 +220,8 @@ class PeerDriver:
             case core.CloseLinks():
                 self.node.close_link(self)
             case core.Forget():
+                if self._held is not None:
+                    self._held.cancel()
                 if self._has_window:
                     self.node.return_window()
                 if self._beat is not None:
@@ -356,7 +360,11 @@ class PeerDriver:
                 self._retarget(message)
             case Rotated():
                 self.node.rotation.rotated(self, message)
+            case Resume() if self._held is None:
+                raise LocalProtocolError("Resume, and no Rotate came before")
             case Resume():
+                self._held.cancel()
+                self._held = None
                 self.node.fabric.poller.resume_link(self.link)
 
     def _retarget(self, message: Rotate) -> None:
@@ -366,12 +374,20 @@ class PeerDriver:
         rank = message.ranks[0]
         if len(message.ranks) != 1 or len(rank.endpoints) != 1 or rank.endpoints[0].provider != provider:
             raise LocalProtocolError(f"Rotate names other ranks, interfaces or providers than Attach ({provider})")
+        if self._held is not None:
+            self._held.cancel()
+        patience_s = 2 * self.node.config.lease_s
+        self._held = self.node.loop.call_later(patience_s, self._never_resumed, patience_s)
         endpoint = rank.endpoints[0]
         regions = [(region.base, region.num_bytes, region.key) for region in rank.regions]
         try:
             self.node.fabric.poller.retarget_link(self.link, endpoint.address, regions, _beat_target(endpoint.beat))
         except (ValueError, OverflowError) as error:
             self.lose(Failure(Reason.protocol, f"{self.name} cannot be moved with: {error}"))
+
+    def _never_resumed(self, seconds: float) -> None:
+        detail = f"{self.name} has moved to another endpoint, and has not let us go on within {seconds:g} s"
+        self.lose(Failure(Reason.timeout, detail))
 
     def _add(self, plan: Template) -> int:
         assert self.link is not None

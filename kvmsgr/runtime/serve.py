@@ -13,11 +13,11 @@ import structlog
 
 from kvmsgr.core import serve as core
 from kvmsgr.core.failure import Failure
-from kvmsgr.errors import ConfigError, FabricStuckError
+from kvmsgr.errors import ConfigError, FabricStuckError, LocalProtocolError
 from kvmsgr.layout import PageCursor, page_array
 from kvmsgr_protocol import Accept, Cancel, Dispatch, Drained, Failed, Finished, Message, Reason, Sent
 
-from .answers import declined, failed
+from .answers import declined, failed, log_failure
 
 if TYPE_CHECKING:
     from kvmsgr.device.cache import Memory
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .peer import PeerDriver
 
 log = structlog.get_logger("kvmsgr")
+COUNT_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,8 @@ class PrefillRequest:
         self._released: asyncio.Future[int] = node.loop.create_future()
         self._failure: Failure | None = None
         self._settled = False
-        self._expiry = node.loop.call_later(dispatch.time_allowed_s, self._expire)
+        self._deadline = node.loop.time() + dispatch.time_allowed_s
+        self._expiry = node.loop.call_at(self._deadline, self._expire)
 
     # The engine's side
 
@@ -123,13 +125,17 @@ class PrefillRequest:
         return self._machine.state in (core.ServeState.stopping, core.ServeState.ended)
 
     def accept(self) -> None:
-        """Take the request: chunks of it may be announced. Does nothing when the request is over already."""
-        self._feed(core.EngineAccepted())
+        """Take the request: chunks of it may be announced. Does nothing when the request is over already.
+
+        Raises:
+            LocalProtocolError: It was accepted before; likewise of `refuse` and `busy`, where `fail` is meant.
+        """
+        self._answer(core.EngineAccepted())
         self.check_completed()
 
     def refuse(self, reason: str) -> None:
         """Say that the request will not be served here."""
-        self._feed(core.EngineDeclined(Failure(Reason.refused, _text(reason))))
+        self._answer(core.EngineDeclined(Failure(Reason.refused, _text(reason))))
 
     def busy(self, reason: str, retry_after_s: float | None = None) -> None:
         """Say that the request cannot be served now.
@@ -139,7 +145,12 @@ class PrefillRequest:
         """
         if retry_after_s is not None and not 0 <= retry_after_s <= 1e9:
             raise ConfigError(f"retry_after_s is {retry_after_s}; a number of seconds, or None, is needed")
-        self._feed(core.EngineDeclined(Failure(Reason.busy, _text(reason), retry_after_s=retry_after_s)))
+        self._answer(core.EngineDeclined(Failure(Reason.busy, _text(reason), retry_after_s=retry_after_s)))
+
+    def _answer(self, event: core.EngineAccepted | core.EngineDeclined) -> None:
+        if not self.offered and not self.ended:
+            raise LocalProtocolError(f"request {self.request_id!r} was accepted before; to give it up, call fail()")
+        self._feed(event)
 
     def fail(self, reason: str) -> None:
         """Give the request up, at any time. What is posted already may still be read; see `released`."""
@@ -168,12 +179,24 @@ class PrefillRequest:
 
     def message_received(self, message: Message) -> None:
         match message:
-            case Finished():
-                self._feed(core.DecoderFinished())
+            case Finished(rows=rows):
+                self._finished(rows)
             case Failed(code=code, reason=detail):
                 self._feed(core.DecoderFailed(Failure(code, f"{self.peer.name} failed: {detail}")))
             case Cancel(code=code, reason=detail):
                 self._feed(core.DecoderFailed(Failure(code, f"{self.peer.name} cancelled: {detail}")))
+
+    def _finished(self, rows: int, late: bool = False) -> None:
+        """All rows can have landed only if all were posted. The poller counts a write when it is on its way already, so
+        it may be a moment behind the decoder."""
+        expected, posted = self.dispatch.expected_rows, self.node.fabric.state.leg_rows_posted(self.tag)
+        if self.ended or rows == expected == posted:
+            self._feed(core.DecoderFinished())
+        elif rows == expected and not late:
+            self.node.loop.call_later(COUNT_S, self._finished, rows, True)
+        else:
+            detail = f"Finished with {rows} of {expected} rows for request {self.request_id!r}: {posted} were posted"
+            self.peer.lose(Failure(Reason.protocol, detail, posted, expected))
 
     def transfer_ended(self, rows: int) -> None:
         """One of our transfers is locally complete, or was stopped after `rows`."""
@@ -212,6 +235,10 @@ class PrefillRequest:
 
     def _expire(self) -> None:
         self.failed(Reason.timeout, f"not prefilled within the {self.dispatch.time_allowed_s:g} s allowed")
+
+    def _never_answered(self) -> None:
+        detail = f"{self.peer.name} has not said what became of it, long after the time allowed"
+        self._feed(core.NeverAnswered(Failure(Reason.timeout, detail, self._rows, self.dispatch.expected_rows)))
 
     # What follows from it
 
@@ -253,15 +280,16 @@ class PrefillRequest:
             case core.SettleOutcome(failure):
                 self._failure, self._settled = failure, True
                 if failure is not None:
-                    log.warning(
-                        "request failed", request_id=self.request_id, reason=str(failure.reason), detail=failure.detail
-                    )
+                    log_failure(self.request_id, failure)
             case core.ReleasePages(rows):
                 self._expiry.cancel()
+                patience_s = self.node.config.drain_timeout_s
+                self._expiry = self.node.loop.call_at(self._deadline + patience_s, self._never_answered)
                 log.info("source pages released", request_id=self.request_id, rows=rows)
                 _resolve(self._released, rows)
                 self.release_context_slot()
             case core.Forget():
+                self._expiry.cancel()
                 self.node.inbox.forget(self)
         if self._settled:
             self._resolve_outcome()
@@ -271,7 +299,8 @@ class PrefillRequest:
         if failure is None:
             _resolve(self._outcome, Outcome(True, self.dispatch.expected_rows))
         else:
-            _resolve(self._outcome, Outcome(False, self._rows, failure.reason, failure.detail))
+            posted = self.node.fabric.state.leg_rows_posted(self.tag)
+            _resolve(self._outcome, Outcome(False, posted, failure.reason, failure.detail))
 
 
 def page_cursors(memory: Memory, peer: PeerDriver, dispatch: Dispatch) -> list[PageCursor]:

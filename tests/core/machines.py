@@ -37,6 +37,7 @@ EXAMPLES: dict[type, object] = {
     serve.WritesCompleted: serve.WritesCompleted(10),
     serve.ReadsEnded: serve.ReadsEnded(5),
     serve.Failed: serve.Failed(FAILURE),
+    serve.NeverAnswered: serve.NeverAnswered(OTHER),
     serve.PeerEnded: serve.PeerEnded(OTHER),
     serve.DecoderFinished: serve.DecoderFinished(),
     serve.DecoderFailed: serve.DecoderFailed(OTHER),

@@ -14,6 +14,7 @@ from kvmsgr.core.serve import (
     EngineDeclined,
     Failed,
     Forget,
+    NeverAnswered,
     PeerEnded,
     ReadsEnded,
     ReleasePages,
@@ -48,11 +49,11 @@ def test_the_decoder_may_be_ready_before_our_own_completions_are_read() -> None:
 
 
 def test_sent_is_not_the_outcome() -> None:
-    for event, failure in ((DecoderFailed(OTHER), OTHER), (PeerEnded(OTHER), OTHER)):
+    for event in (DecoderFailed(OTHER), PeerEnded(OTHER), NeverAnswered(OTHER)):
         serve = Serve("r")
         serve.feed(EngineAccepted())
         serve.feed(WritesCompleted(10))
-        assert serve.feed(event) == [SettleOutcome(failure), Forget()]
+        assert serve.feed(event) == [SettleOutcome(OTHER), Forget()]
 
 
 @pytest.mark.parametrize(
