@@ -51,7 +51,7 @@ void kv_lease_begin(struct kv_poller *p, struct kv_link *l)
 {
     struct kv_domain *d = kv_link_landing(l);
     l->connected_ns = kv_look(p);
-    uint64_t first_ns = p->config.first_lease_ns;
+    uint64_t first_ns = l->heard_early ? 0 : p->config.first_lease_ns;
     l->lease_until_ns = l->connected_ns + (first_ns > p->config.lease_ns ? first_ns : p->config.lease_ns);
     if (l->lease_until_ns < d->lease_until_ns)
         d->lease_until_ns = l->lease_until_ns;
@@ -71,6 +71,8 @@ void kv_link_heard(struct kv_poller *p, uint32_t link)
     struct kv_link *l = kv_link_find(p, link);
     if (l && l->lease_until_ns != UINT64_MAX)
         renew(p, l);
+    else if (l)
+        l->heard_early = true;
 }
 
 void kv_leases_judge(struct kv_poller *p, struct kv_domain *d)

@@ -80,7 +80,8 @@ struct kv_link {
     uint64_t beat_due_ns;         /* UINT64_MAX: not connected */
     uint64_t lease_until_ns;      /* likewise */
     uint64_t connected_ns;        /* when it was; 0: it is not */
-    uint64_t heard_ns;            /* when the first heartbeat of its peer landed; 0: none has */
+    uint64_t heard_ns;            /* when the first heartbeat of its peer landed since; 0: none has */
+    bool heard_early;             /* its peer connected first, and one had landed already */
     uint64_t beats_seen;          /* in our cell */
 
     struct kv_node in_active;     /* of the poller's active links, while it has something to post */
