@@ -27,6 +27,7 @@ class Child:
         self.name, self.role, self.log = name, role, log
         self.events: list[Event] = []
         self.descriptor: list[str] = []
+        self.pid = process.pid
         self._process = process
         self._told = asyncio.Event()
         self._reader = asyncio.create_task(self._read())
@@ -170,7 +171,9 @@ class Cluster:
 
     async def end(self) -> None:
         await asyncio.gather(*(child.end() for child in self.children))
-        leftovers.sweep(leftovers.state_folder())
+        leftovers.sweep(leftovers.state_folder())  # as the next messenger would
+        left = [path.name for child in self.children for path in leftovers.SHARED_MEMORY.glob(f"{child.pid}:*")]
+        assert not left, f"shared memory is left of processes that are gone: {left}"
 
     def show_logs(self) -> None:
         for child in self.children:
