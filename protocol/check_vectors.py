@@ -15,10 +15,14 @@ import argparse
 import contextlib
 import json
 import math
+import os
+import selectors
 import shlex
+import signal
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +34,11 @@ from jsonschema.validators import extend
 HERE = Path(__file__).parent
 FILES = ("immediates", "rows", "versions", "streams", "messages", "refused", "dialogues")
 MAX_DEPTH = 64
+MAX_ANSWER_BYTES = 64 << 20  # the longest right answer has 32 MiB: a frame of 16 MiB in hex
+MAX_TIMEOUT_S = 86400.0
 SHOWN = 300  # characters of a value in a report
+READ_BYTES = 1 << 16
+END_S = 5.0  # what a program gets to end after the last answer
 
 Json = Any
 Vector = dict[str, Any]
@@ -269,15 +277,20 @@ class Report:
     def contradict(self, name: str, what: str) -> None:
         self.contradictions.append(f"{name}: {what}")
 
-    def compare(self, name: str, ask: Ask, question: Json, expected: Json) -> Json:
-        """Ask, and compare those fields of the answer that are expected."""
+    def compare(self, name: str, ask: Ask, question: Json, expected: Json) -> Json | None:
+        """Ask, and compare those fields of the answer that are expected; it must not hold messages or an error besides.
+
+        Returns:
+            The answer; None when it differs.
+        """
         self.num_checked += 1
         answer = ask(question)
-        seen = {key: answer[key] for key in expected if key in answer}
-        if not same(seen, expected):
-            lines = [name, f"  sent     {_short(question)}", f"  seen     {_short(answer)}"]
-            self.differences.append("\n".join([*lines, f"  expected {_short(expected)}"]))
-        return answer
+        seen = {key: answer[key] for key in {*expected, "messages", "error"} if key in answer}
+        if same(seen, expected):
+            return answer
+        lines = [name, f"  sent     {_short(question)}", f"  seen     {_short(answer)}"]
+        self.differences.append("\n".join([*lines, f"  expected {_short(expected)}"]))
+        return None
 
 
 def _body(frame: bytes) -> bytes:
@@ -305,6 +318,8 @@ def check_message(vector: Vector, schema: Schema, report: Report, ask: Ask) -> N
         report.contradict(name, f"the frame holds {_short(message)}, the vector says {_short(vector['message'])}")
     report.compare(name, ask, {"decode": frame.hex()}, {"messages": [message]})
     answer = report.compare(f"{name}, written", ask, {"encode": message}, {})
+    if answer is None:
+        return
     try:
         written = to_json(Reader(_body(bytes.fromhex(answer["frame"]))).whole())
         if not same(schema.complete(written), message):
@@ -420,10 +435,11 @@ def check_schema(schema: Schema, report: Report, ask: Ask) -> None:
     answer = ask({"schema": True}).get("schema")
     if same(answer, schema.schema):
         return
-    theirs = answer.get("$defs", {}) if isinstance(answer, dict) else {}
-    ours = schema.schema["$defs"]
+    theirs = answer.get("$defs") if isinstance(answer, dict) else None
+    theirs, ours = theirs if isinstance(theirs, dict) else {}, schema.schema["$defs"]
     parts = [name for name in sorted(ours.keys() | theirs.keys()) if not same(ours.get(name), theirs.get(name))]
-    report.differences.append(f"schema: differs in {', '.join(parts) or 'its frame'}")
+    names = ", ".join(name if name.isidentifier() else ascii(name) for name in parts)
+    report.differences.append(f"schema: differs in {names or 'its frame'}")
 
 
 def check(ask: Ask, *, with_schema: bool = True, folder: Path = HERE) -> Iterator[Report]:
@@ -438,42 +454,92 @@ def check(ask: Ask, *, with_schema: bool = True, folder: Path = HERE) -> Iterato
     yield report
 
 
-class Program:
-    """An implementation in a process of its own."""
+def is_deeper(value: Json, depth: int) -> bool:
+    """Whether values are nested more than so deep."""
+    level = [value]
+    for _ in range(depth):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+    return any(isinstance(value, dict | list) for value in level)
 
-    def __init__(self, command: list[str]) -> None:
-        self._command = shlex.join(command)
+
+class Program:
+    """An implementation in a process group of its own. Nothing that it does or leaves undone keeps us."""
+
+    def __init__(self, command: list[str], timeout_s: float) -> None:
+        self._command, self._timeout_s = shlex.join(command), timeout_s
+        self._unread = bytearray()  # what came after the last answer
         try:
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            self._process = subprocess.Popen(
+                command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+            )
         except OSError as error:
             raise NoAnswer(f"{self._command} cannot be run: {error}") from error
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        os.set_blocking(self._stdin.fileno(), False)
 
     def ask(self, question: Json) -> Json:
         """Send one line, read one line."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         try:
-            self._process.stdin.write(json.dumps(question) + "\n")
-            self._process.stdin.flush()
-            answer = json.loads(self._process.stdout.readline())
-        except (OSError, ValueError) as error:
+            answer = json.loads(self._exchange(json.dumps(question).encode() + b"\n"))
+            if is_deeper(answer, MAX_DEPTH):
+                raise ValueError(f"values are nested more than {MAX_DEPTH} deep")
+        except (OSError, ValueError, RecursionError) as error:
             raise NoAnswer(f"{self._command} did not answer {_short(question)}: {error}") from error
         if not isinstance(answer, dict):
             raise NoAnswer(f"{self._command} answered {_short(answer)} to {_short(question)}, needed is an object")
         return answer
 
-    def close(self) -> None:
-        """End the program: it ends when nothing more is asked."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # it ended before; that was reported
-            self._process.stdin.close()
-        self._process.stdout.close()
-        try:
-            self._process.wait(5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+    def _exchange(self, line: bytes) -> bytes:
+        """Send a line while it is read, and take the line that comes."""
+        deadline_s = time.monotonic() + self._timeout_s
+        unsent, seen = memoryview(line), 0
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._stdin, selectors.EVENT_WRITE)
+            selector.register(self._stdout, selectors.EVENT_READ)
+            while unsent or (end := self._unread.find(b"\n", seen)) < 0:
+                seen = 0 if unsent else len(self._unread)
+                if len(self._unread) > MAX_ANSWER_BYTES:
+                    raise ValueError(f"more than {MAX_ANSWER_BYTES} bytes came without an end")
+                ready = selector.select(max(0.0, deadline_s - time.monotonic()))
+                if not ready or time.monotonic() > deadline_s:
+                    raise TimeoutError(f"nothing whole came within {self._timeout_s:g} s")
+                for key, _ in ready:
+                    if key.fileobj is self._stdin:
+                        unsent = unsent[os.write(self._stdin.fileno(), unsent) :]
+                        if not unsent:
+                            selector.unregister(self._stdin)
+                    elif data := os.read(self._stdout.fileno(), READ_BYTES):
+                        self._unread += data
+                    else:
+                        raise ValueError("its output ended")
+        answer = bytes(self._unread[:end])
+        del self._unread[: end + 1]
+        return answer
+
+    def finish(self) -> None:
+        """Ask nothing more, and let the program end."""
+        self._stdin.close()
+        deadline_s = time.monotonic() + END_S
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._stdout, selectors.EVENT_READ)
+            while selector.select(max(0.0, deadline_s - time.monotonic())) and time.monotonic() < deadline_s:
+                if not os.read(self._stdout.fileno(), READ_BYTES):
+                    return
+
+    def kill(self) -> None:
+        """End the program, if it still runs, and all that it started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: nobody is left but one that has ended
+            os.killpg(self._process.pid, signal.SIGKILL)  # it was not waited for: the number is still its own
+        self._process.wait()
+        self._stdin.close()
+        self._stdout.close()
 
 
 def main() -> int:
@@ -486,17 +552,24 @@ def main() -> int:
     parser.add_argument(
         "--folder", type=Path, default=HERE, help="where schema.json and vectors/ lie (default: beside this program)"
     )
+    parser.add_argument(
+        "--timeout", type=float, default=10.0, metavar="S", help="seconds that an answer may take (default: 10)"
+    )
     parser.add_argument("--show", type=int, default=20, metavar="N", help="show at most N differences (default: 20)")
     options = parser.parse_args()
+    if not 0 < options.timeout <= MAX_TIMEOUT_S:
+        parser.error(f"--timeout must be above 0 and at most {MAX_TIMEOUT_S:g}")
     default = [sys.executable, "-m", "kvmsgr_protocol.answer"]
     try:
-        program = Program(shlex.split(options.implementation) if options.implementation else default)
+        command = shlex.split(options.implementation) if options.implementation else default
+        program = Program(command, options.timeout)
         try:
             for report in check(program.ask, with_schema=not options.no_schema, folder=options.folder):
                 if options.first and (report.differences or report.contradictions):
                     break
+            program.finish()
         finally:
-            program.close()
+            program.kill()
     except NoAnswer as error:
         print(error)
         return 3

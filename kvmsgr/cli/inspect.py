@@ -12,10 +12,10 @@ import msgspec
 from rich.console import Console
 from rich.live import Live
 
-from kvmsgr.inspect import HostView, MessengerView, Unreadable, find, host_view, look
+from kvmsgr.inspect import HostView, MessengerView, Unreadable, find, host_view, look, unreadable
 from kvmsgr.inspect.schema import shipped
 
-from .render import render
+from .render import printable, render
 
 
 @click.command()
@@ -78,12 +78,12 @@ def _look(path: str) -> MessengerView | Unreadable:
     try:
         return look(path)
     except FileNotFoundError:
-        return Unreadable(path=path, error="it was closed just now")
+        return unreadable(path, "it was closed just now")
 
 
 def _warn(view: HostView) -> None:
     for one in view.unreadable:
-        click.echo(f"kvmsgr-cli: cannot read {one.path}: {one.error}", err=True)
+        click.echo(f"kvmsgr-cli: cannot read {printable(one.path)}: {printable(one.error)}", err=True)
     if not view.messengers:
         click.echo("kvmsgr-cli: no messengers here", err=True)
 

@@ -1,6 +1,6 @@
 """Looking into messengers from outside: their state files are read, no messenger needs to answer."""
 
-from .state import find, host_view, landed_rows, look, snapshot, state_files
+from .state import find, host_view, landed_rows, look, snapshot, state_files, unreadable
 from .views import HostView, LegView, MessengerView, PagesView, Unreadable
 
 __all__ = [
@@ -15,4 +15,5 @@ __all__ = [
     "look",
     "snapshot",
     "state_files",
+    "unreadable",
 ]

@@ -34,7 +34,7 @@ def snapshot(path: str | os.PathLike[str]) -> MessengerView:
         poller_seen_ns, quarantined = state.poller_seen_ns, state.quarantined
         now_ns = monotonic_ns()  # after all that was read: no age is negative
     return MessengerView(
-        path=os.fspath(path),
+        path=_text(os.fspath(path)),
         name=info.name,
         incarnation=info.incarnation,
         pid=info.pid,
@@ -85,8 +85,8 @@ def state_files(folders: Iterable[str | os.PathLike[str]] = (), pids: Iterable[i
     """State files in `folders` (none: where messengers put them), of these processes (none: of all)."""
     names = [f"kvmsgr-{pid}-*.state" for pid in pids] or ["kvmsgr-*-*.state"]
     chosen = [Path(folder) for folder in folders] or [state_folder(), SHARED_MEMORY]
-    found = {path.resolve() for folder in chosen for name in names for path in folder.glob(name)}
-    return sorted(found)
+    found = {os.path.realpath(path) for folder in chosen for name in names for path in folder.glob(name)}
+    return [Path(path) for path in sorted(found)]
 
 
 def find(folders: Iterable[str | os.PathLike[str]] = (), pids: Iterable[int] = ()) -> list[MessengerView | Unreadable]:
@@ -111,7 +111,17 @@ def look(path: str | os.PathLike[str]) -> MessengerView | Unreadable:
     except FileNotFoundError:
         raise
     except (StateFileError, OSError) as error:
-        return Unreadable(path=os.fspath(path), error=str(error))
+        return unreadable(path, str(error))
+
+
+def unreadable(path: str | os.PathLike[str], error: str) -> Unreadable:
+    """A state file that could not be read, and why."""
+    return Unreadable(path=_text(os.fspath(path)), error=_text(error))
+
+
+def _text(text: str) -> str:
+    """With escapes for the bytes of a file name that are no UTF-8."""
+    return text.encode(errors="surrogateescape").decode(errors="backslashreplace")
 
 
 def host_view(found: Iterable[MessengerView | Unreadable]) -> HostView:

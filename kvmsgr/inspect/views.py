@@ -86,7 +86,7 @@ class MessengerView(View, frozen=True, kw_only=True):
     """One messenger.
 
     Args:
-        path: Its state file.
+        path: Its state file; a byte that is no UTF-8 as \\xff.
         name: As its engine named it.
         incarnation: 32 hex digits, new at each start.
         pid: Of its process.
@@ -122,7 +122,7 @@ class Unreadable(View, frozen=True, kw_only=True):
     """A state file that could not be read.
 
     Args:
-        path: Where it is.
+        path: Where it is; a byte that is no UTF-8 as \\xff.
         error: Why.
     """
 

@@ -61,6 +61,35 @@ def test_names_do_not_steer_the_terminal(tmp_path: Path) -> None:
     assert document["messengers"][0]["legs"][0]["request_id"] == "[red]\x1b[2Jx\ny"
 
 
+def test_file_names_do_not_steer_the_terminal_and_fit_into_json(tmp_path: Path) -> None:
+    names = [b"kvmsgr-1-\x1b]0;x\x07.state", b"kvmsgr-1-a\nb.state", b"kvmsgr-1-\xff.state"]
+    for name in names:
+        (tmp_path / os.fsdecode(name)).write_bytes(bytes(5000))
+    with messenger(tmp_path) as state:
+        add_fetch(state)
+        for arguments in (["--state-dir", tmp_path], sorted(tmp_path.iterdir())):
+            result = run(*arguments)
+            assert "fetched" in result.stdout
+            assert len(result.stderr.splitlines()) == len(names)
+            assert all(line.isprintable() for line in result.stderr.splitlines())
+        document = json.loads(run("--state-dir", tmp_path, "--json").stdout)
+    assert [Path(own["path"]).name for own in document["unreadable"]] == [
+        "kvmsgr-1-\x1b]0;x\x07.state",
+        "kvmsgr-1-a\nb.state",
+        "kvmsgr-1-\\xff.state",
+    ]
+
+
+def test_a_messenger_in_a_folder_that_is_no_utf8_is_shown(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"\xff")
+    folder.mkdir()
+    with messenger(folder):
+        document = json.loads(run("--state-dir", folder, "--json").stdout)
+        shown = run("--state-dir", folder).stdout
+    assert document["messengers"][0]["path"].startswith(f"{tmp_path}/\\xff/kvmsgr-")
+    assert "/\\xff/kvmsgr-" in shown
+
+
 def test_json_fits_the_schema_it_prints(tmp_path: Path) -> None:
     schema = run("--schema")
     assert schema.stdout == shipped()

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
+import signal
 import subprocess
 import sys
+import tempfile
+import time
 import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -121,6 +127,77 @@ def test_a_state_file_that_is_locked_is_kept_even_if_its_process_cannot_be_seen(
     os.close(held)
     leftovers.sweep(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+ODD: dict[str, Callable[[Path], object]] = {
+    "fifo": os.mkfifo,
+    "folder": Path.mkdir,
+    "loop": lambda path: path.symlink_to(path.name),
+    "link": lambda path: path.symlink_to(__file__),
+}
+
+
+@pytest.fixture
+def at_most_20_s() -> Iterator[None]:
+    """Fails what hangs."""
+    before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it hangs"))
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.usefixtures("at_most_20_s")
+@pytest.mark.parametrize("kind", ODD)
+def test_an_odd_entry_stays_and_keeps_no_messenger_from_opening(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
+) -> None:
+    monkeypatch.setattr(leftovers, "SHARED_MEMORY", tmp_path)
+    dead, uid = dead_pid(), os.getuid()
+    odd = [f"kvmsgr-{dead}-odd.state", f"{dead}:{uid}:0"]
+    for name in odd:
+        ODD[kind](tmp_path / name)
+    for name in [f"kvmsgr-{dead}-aa.state", f"{dead}:{uid}:1"]:
+        (tmp_path / name).touch()
+    open_fabric(settings("net", True, tmp_path), []).close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(odd)
+
+
+def test_what_the_system_does_not_let_us_remove_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(leftovers, "SHARED_MEMORY", tmp_path)
+    theirs, ours = (tmp_path / f"kvmsgr-{dead_pid()}-{name}.state" for name in ("theirs", "ours"))
+    unlink = Path.unlink
+
+    def sticky(path: Path, missing_ok: bool = False) -> None:
+        if path == theirs:
+            raise PermissionError(errno.EPERM, "as in a folder like /tmp", str(path))
+        unlink(path, missing_ok)
+
+    theirs.touch()
+    ours.touch()
+    monkeypatch.setattr(Path, "unlink", sticky)
+    leftovers.sweep(tmp_path)
+    assert list(tmp_path.iterdir()) == [theirs]
+
+
+def test_segments_without_a_state_file_are_swept_once_nobody_can_need_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(dir=leftovers.SHARED_MEMORY) as name:
+        folder, dead, uid = Path(name), dead_pid(), os.getuid()
+        monkeypatch.setattr(leftovers, "SHARED_MEMORY", folder)
+        young, mapped, left = (folder / f"{dead}:{uid}:{number}" for number in range(3))
+        alive, other = folder / f"{os.getpid()}:{uid}:0", folder / f"{dead}:{uid + 1}:0"
+        for path in (young, mapped, left, alive, other):
+            path.write_bytes(bytes(4096))
+        with mapped.open("r+b") as file:
+            memory = mmap.mmap(file.fileno(), 4096)
+        old_s = time.time() - 2 * leftovers.MIN_FORGOTTEN_S
+        for path in (mapped, left, alive, other):
+            os.utime(path, (old_s, old_s))
+        leftovers.sweep(folder)
+        assert set(folder.iterdir()) == {young, mapped, alive, other}
+        memory.close()
+        leftovers.sweep(folder)
+        assert set(folder.iterdir()) == {young, alive, other}
 
 
 def test_a_folder_that_cannot_hold_the_state_file_is_named(tmp_path: Path) -> None:

@@ -76,6 +76,18 @@ def test_a_pid_that_is_used_again_is_not_taken_for_the_messenger(
         until(lambda: snapshot(path).process == "dead", "its lock has gone")
 
 
+def test_a_loop_of_links_hides_no_others(tmp_path: Path) -> None:
+    (tmp_path / "kvmsgr-1-a.state").symlink_to("kvmsgr-1-b.state")
+    (tmp_path / "kvmsgr-1-b.state").symlink_to("kvmsgr-1-a.state")
+    with messenger(tmp_path) as state:
+        assert state.path
+        (tmp_path / "kvmsgr-1-c.state").symlink_to(state.path)  # seen once
+        *loops, seen = sorted(find([tmp_path]), key=lambda one: isinstance(one, MessengerView))
+    assert isinstance(seen, MessengerView)
+    assert loops
+    assert all(isinstance(one, Unreadable) for one in loops)
+
+
 def test_files_that_cannot_be_read_hide_no_others(tmp_path: Path) -> None:
     (tmp_path / "kvmsgr-1-aaaaaaaa.state").write_bytes(bytes(5000))
     forbidden = tmp_path / "kvmsgr-2-aaaaaaaa.state"

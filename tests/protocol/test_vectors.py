@@ -123,6 +123,55 @@ def test_a_program_that_does_not_answer_is_named(tmp_path: Path, program: str) -
     assert program in done.stdout
 
 
+BAD = {
+    "hangs": "sys.stdin.readline(); time.sleep(1000)",
+    "does not read": "time.sleep(1000)",
+    "forks": "sys.stdin.readline(); subprocess.Popen(['sleep', '1000'])",
+    "never ends a line": "while True: sys.stdout.write('x' * 65536)",
+    "is too deep to read": "print('[' * 100000 + ']' * 100000)",
+    "is deep": "print('{\"immediate\":' + '[' * 500 + ']' * 500 + '}')",
+    "is no UTF-8": 'sys.stdout.buffer.write(b\'{"a":"\\xff"}\\n\')',
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", BAD.values(), ids=BAD)
+def test_no_program_keeps_the_checker_or_outlives_it(tmp_path: Path, code: str) -> None:
+    sample = first_vector("rows")
+    long = {**sample, "facts": {**sample["facts"], "context": [0] * 100_000}}  # more than a pipe holds
+    folder, program = folder_with(tmp_path, rows=[long]), tmp_path / "bad.py"
+    program.write_text(f"import subprocess, sys, time\n{code}\n")
+    command = f"{sys.executable} {program}"
+    done = run_checker(
+        "--folder", folder, "--timeout", "1", "--implementation", command
+    )  # it ends once stderr is closed
+    assert (done.returncode, done.stderr) == (3, "")
+    assert f'{command} did not answer {{"rows": ' in done.stdout
+
+
+def test_the_wrong_time_limit_is_refused() -> None:
+    for timeout_s in ("0", "-1", "nan", "inf", "1e9", "x"):
+        assert run_checker("--timeout", timeout_s).returncode == 2
+
+
+@pytest.mark.parametrize("more", [{"error": "protocol"}, {"messages": []}])
+def test_an_answer_says_one_thing(tmp_path: Path, more: dict[str, Any]) -> None:
+    vectors = {name: [first_vector(name)] for name in ("immediates", "rows", "versions", "messages")}
+    folder = Path(folder_with(tmp_path, **vectors))
+    *_, honest = checker.check(answer, folder=folder)
+    assert not honest.differences
+    *_, report = checker.check(lambda question: answer(question) | more, with_schema=False, folder=folder)
+    assert len(report.differences) == report.num_checked == honest.num_checked
+
+
+def test_a_schema_of_any_form_is_compared(tmp_path: Path) -> None:
+    folder = Path(folder_with(tmp_path))
+    for wrong in ({"$defs": []}, {"$defs": {"\x1b[2J": {}}}, [], None):
+        *_, report = checker.check(lambda question, wrong=wrong: {"schema": wrong}, folder=folder)
+        assert len(report.differences) == 1
+        assert report.differences[0].isprintable()
+
+
 def test_vectors_that_contradict_themselves_are_named(tmp_path: Path) -> None:
     sample = first_vector("messages")
     other = {**sample, "name": "other", "message": {**sample["message"], "name": "someone else"}}
