@@ -167,7 +167,8 @@ def test_an_answer_says_one_thing(tmp_path: Path, more: dict[str, Any]) -> None:
 
 def test_a_schema_of_any_form_is_compared(tmp_path: Path) -> None:
     folder = Path(folder_with(tmp_path))
-    for wrong in ({"$defs": []}, {"$defs": {"\x1b[2J": {}}}, [], None):
+    schemas: list[Any] = [{"$defs": []}, {"$defs": {"\x1b[2J": {}}}, [], None]
+    for wrong in schemas:
         *_, report = checker.check(lambda question, wrong=wrong: {"schema": wrong}, folder=folder)
         assert len(report.differences) == 1
         assert report.differences[0].isprintable()
