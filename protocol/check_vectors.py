@@ -487,7 +487,7 @@ class Program:
     def ask(self, question: Json) -> Json:
         """Send one line, read one line."""
         try:
-            answer = json.loads(self._exchange(json.dumps(question).encode() + b"\n"))
+            answer = json.loads(self._exchange(json.dumps(question).encode() + b"\n").decode())
             if is_deeper(answer, MAX_DEPTH):
                 raise ValueError(f"values are nested more than {MAX_DEPTH} deep")
         except (OSError, ValueError, RecursionError) as error:
