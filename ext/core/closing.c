@@ -2,8 +2,8 @@
    queue has been read to its end. Then nothing can land through it, and nothing of ours is read any more. */
 #include "poller.h"
 
-/* libfabric 1.17's net frees a listener but not what it has just accepted, and crashes when the peer's request comes in
-   after that. A peer that has been heard for a while has nothing of the kind under way; for others we poll on first. */
+/* Connections that are just being made are best completed first, so we poll on for a while; a peer that has been heard
+   has none. What is still half made after that is cut off (half_made.c). */
 #define LINGER_NS (2 * KV_MS)
 #define CONNECT_LINGER_NS (20 * KV_MS)
 /* Its shm is worse: who reads a connection request of an endpoint that has gone meanwhile follows a null pointer. A peer
@@ -101,9 +101,15 @@ void kv_port_begin_closing(struct kv_poller *p, struct kv_port *o)
     kv_go_on_closing(p);
 }
 
+static bool unread(const struct kv_port *o) { return o->domain && o->domain->unread; }
+
 static void close_endpoint(struct kv_poller *p, struct kv_port *o)
 {
-    int rc = kv_port_close(o);
+    int rc = o->cut_off ? 0 : kv_port_cut_off(o);
+    if (!rc && unread(o))
+        return;   /* libfabric has yet to see what was cut off */
+    if (!rc)
+        rc = kv_port_close(o);
     if (!rc)
         return;
     kv_count(&p->stats.errors, 1);   /* no fence: it is never reported closed */
@@ -166,7 +172,7 @@ void kv_go_on_closing(struct kv_poller *p)
             continue;
         if (!o->closed && p->now_ns >= safe_to_close_ns(p, o) && !still_sends(p, o))
             close_endpoint(p, o);
-        if (o->closed && !(o->domain && o->domain->unread))
+        if (o->closed && !unread(o))
             finish(p, o);
     }
     end_links(p);

@@ -85,8 +85,8 @@ static unsigned complete(struct kv_poller *p, struct kv_domain *d)
     if (kv_look(p) > d->lease_until_ns && !p->held)
         kv_leases_judge(p, d);
     ssize_t num = kv_domain_read(d, entry, KV_CQ_BATCH);
-    if (num < KV_CQ_BATCH && num != -FI_EAVAIL)
-        d->unread = false;
+    if (num < KV_CQ_BATCH && num != -FI_EAVAIL && d->unread)
+        d->unread--;
     for (ssize_t i = 0; i < num; i++) {
         if (entry[i].flags & FI_REMOTE_CQ_DATA) {
             land(p, (uint32_t)entry[i].data);

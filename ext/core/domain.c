@@ -1,5 +1,6 @@
 #include "domain.h"
 #include "census.h"
+#include <errno.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -118,6 +119,15 @@ bool kv_fabric_open(struct kv_fabric *f, const char *provider, const char *node,
         kv_fabric_close(f);
         return false;
     }
+    if (!strcmp(provider, "net") || !strcmp(provider, "tcp")) {
+        f->descriptors = opendir("/proc/self/fd");   /* now, because later the process may have no descriptor left */
+        if (!f->descriptors) {
+            kv_error_call(e, KV_NATIVE, "opendir", errno, "/proc/self/fd cannot be read (%s); provider %s needs it to "
+                          "close an endpoint safely", strerror(errno), provider);
+            kv_fabric_close(f);
+            return false;
+        }
+    }
     f->virtual_addresses = f->info->domain_attr->mr_mode & FI_MR_VIRT_ADDR;
     for (size_t i = 0; i < sizeof fenced / sizeof *fenced; i++)
         f->fence_proven |= !strcmp(provider, fenced[i]);
@@ -130,6 +140,8 @@ void kv_fabric_close(struct kv_fabric *f)
         fi_close(&f->fabric->fid);   /* refused while an abandoned domain is in it: then it stays for good too */
     if (f->info)
         fi_freeinfo(f->info);
+    if (f->descriptors)
+        closedir(f->descriptors);
     *f = (struct kv_fabric){0};
 }
 

@@ -7,6 +7,7 @@
 #include "error.h"
 #include "guard.h"
 #include "list.h"
+#include <dirent.h>
 #include <rdma/fabric.h>
 #include <rdma/fi_cm.h>
 #include <rdma/fi_domain.h>
@@ -25,6 +26,7 @@ struct kv_fabric {
     uint32_t cq_entries;
     bool virtual_addresses;   /* a peer names our bytes by address, else by offset */
     bool shares_locks;        /* with peers' processes: a domain an endpoint, and guarded calls */
+    DIR *descriptors;         /* of this process; NULL: nothing half made needs to be cut off (half_made.c) */
     bool fence_proven;        /* closing an endpoint under traffic stops what lands, and harms nothing */
 };
 
@@ -46,7 +48,7 @@ struct kv_domain {
     struct kv_node in_poller;    /* of the poller's domains, while an endpoint of it is open */
     uint32_t num_ports;
     uint64_t lease_until_ns;     /* no lease of its links ends before */
-    bool unread;                 /* an endpoint was closed since the queue last gave fewer entries than asked */
+    unsigned unread;             /* times that the queue has yet to be read to its end, since something was closed */
     bool abandoned, announced;   /* the latter: its links know */
 };
 
@@ -83,6 +85,13 @@ static inline const char *kv_fabric_provider(const struct kv_fabric *f) { return
 int kv_domain_open(struct kv_domain *d, const struct kv_fabric *f, const char **call);
 void kv_domain_close(struct kv_domain *d);
 
+/* Its queue is to be read to its end so often. */
+static inline void kv_domain_read_on(struct kv_domain *d, unsigned times)
+{
+    if (!d->abandoned && d->unread < times)
+        d->unread = times;
+}
+
 /* Registers; `access` FI_WRITE for a source, FI_REMOTE_WRITE for a destination. */
 int kv_region_open(struct kv_domain *d, struct kv_region *r, uint64_t access, uint64_t key);
 int kv_region_close(struct kv_domain *d, struct kv_region *r);
@@ -91,6 +100,10 @@ int kv_domain_add_source(struct kv_domain *d, char *address, uint64_t bytes);   
 int kv_endpoint_open(struct kv_domain *d, struct kv_endpoint *n);
 /* After it nothing lands through the endpoint and it reads nothing. */
 int kv_endpoint_close(struct kv_domain *d, struct kv_endpoint *n);
+/* Resets the connections to it that are half made and takes no more. Returns in *num how many, the listener included.
+   It must not be closed before libfabric has seen that. The first read that finds the queue's end may only have emptied
+   it; each one after that looks at one of them at least. */
+int kv_endpoint_cut_off(const struct kv_fabric *f, const struct kv_endpoint *n, uint32_t *num);
 int kv_endpoint_connect(struct kv_domain *d, struct kv_endpoint *n, const void *name, fi_addr_t *address);
 
 ssize_t kv_domain_read(struct kv_domain *d, struct fi_cq_data_entry *entries, size_t num);

@@ -58,6 +58,16 @@ int kv_port_open(struct kv_poller *p, struct kv_port *o, enum kv_link_failure *w
     return rc;
 }
 
+int kv_port_cut_off(struct kv_port *o)
+{
+    uint32_t num = 0;
+    int rc = o->domain ? kv_endpoint_cut_off(o->domain->fabric, &o->endpoint, &num) : 0;
+    o->cut_off = true;
+    if (num)
+        kv_domain_read_on(o->domain, num + 1);
+    return rc;
+}
+
 int kv_port_close(struct kv_port *o)
 {
     struct kv_domain *d = o->domain;
@@ -66,7 +76,7 @@ int kv_port_close(struct kv_port *o)
         kv_region_close(d, &o->regions[i]);   /* if it does not, it is a leak: nothing can come in to it */
     o->closed = !rc;
     if (d && !rc)
-        d->unread = !d->abandoned;
+        kv_domain_read_on(d, 1);
     return rc;
 }
 

@@ -15,6 +15,7 @@ struct kv_port {
     struct kv_domain *domain;     /* its own where the provider shares locks, else the poller's; NULL: not opened */
     struct kv_endpoint endpoint;
     bool closing, unclosable;     /* the latter: its endpoint would not close, and that has been reported */
+    bool cut_off;                 /* its half-made connections are; libfabric sees it when the queue is read */
     bool closed, over;            /* its endpoint is; and what had landed by then has been counted */
     uint64_t closing_since_ns;
     uint32_t num_regions;
@@ -27,6 +28,8 @@ struct kv_port *kv_port_new(const struct kv_region *regions, const uint64_t *key
 
 /* Poller's side. Returns 0 or -errno and what it was about. */
 int kv_port_open(struct kv_poller *p, struct kv_port *o, enum kv_link_failure *what);
+/* Before it is closed, and then its queue is to be read to the end (half_made.c). Returns 0 or -errno. */
+int kv_port_cut_off(struct kv_port *o);
 /* Nothing lands through it any more; what has landed is in the completion queue. Returns 0 or -errno: no fence. */
 int kv_port_close(struct kv_port *o);
 void kv_port_free(struct kv_port *o);   /* and its domain */
