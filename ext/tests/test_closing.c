@@ -212,17 +212,18 @@ static void test_a_link_moves_when_its_writes_in_flight_are_complete(void)
     close_rest();
 }
 
-static void test_writes_that_are_stuck_in_the_old_port_fail_their_link(void)
+static void test_writes_that_are_stuck_in_the_old_port_end_with_it(void)
 {
     open_closable(true);
     toy_step(0, toy_transfer(0, 1, 3, true), NULL);
     kv_post(toy);
     drop_strays();
     second_port();
+    kv_link_fail(toy, toy_link(0), FI_ETIMEDOUT, KV_FAILED_LEASE);   /* its peer takes nothing any more */
+    expect(KV_LINK_FAILED, toy_link(0)->id);
     kv_port_begin_closing(toy, ports[0]);
     toy_no_record();
     go_round(), go_round();
-    expect(KV_LINK_FAILED, toy_link(0)->id);
     expect(KV_STOPPED, 1);
     expect(KV_PORT_CLOSED, 1);
     toy_no_record();   /* the others have moved */
@@ -237,6 +238,6 @@ int main(void)
     test_links_of_a_shared_port_wait_for_it();
     test_without_a_fence_a_link_waits_for_what_is_in_flight();
     test_a_link_moves_when_its_writes_in_flight_are_complete();
-    test_writes_that_are_stuck_in_the_old_port_fail_their_link();
+    test_writes_that_are_stuck_in_the_old_port_end_with_it();
     return 0;
 }
