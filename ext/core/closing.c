@@ -3,23 +3,12 @@
 #include "poller.h"
 
 /* libfabric 1.17's net frees a listener but not what it has just accepted, and crashes when the peer's request comes in
-   after that. A peer that has been heard for a while has nothing of the kind under way; others are given time to be. */
+   after that. A peer that has been heard for a while has nothing of the kind under way; for others we poll on first. */
 #define LINGER_NS (2 * KV_MS)
-#define CONNECT_LINGER_NS (200 * KV_MS)
+#define CONNECT_LINGER_NS (20 * KV_MS)
 /* Its shm is worse: who reads a connection request of an endpoint that has gone meanwhile follows a null pointer. A peer
    that was heard reads its queue, and ours was in it; one that was not gets time to, if it runs. */
 #define YOUNG_NS (100 * KV_MS)
-
-/* A peer that may write to it has not been heard for long: its connection may be coming up. */
-static bool expects_connections(struct kv_poller *p, const struct kv_port *o)
-{
-    for (uint32_t slot = 0; slot < KV_MAX_LINKS; slot++) {
-        const struct kv_link *l = p->links[slot];
-        if (l && l->told == o && (!l->heard_ns || p->now_ns < l->heard_ns + LINGER_NS))
-            return true;
-    }
-    return false;
-}
 
 static uint64_t safe_to_close_ns(struct kv_poller *p, const struct kv_port *o)
 {
@@ -30,8 +19,7 @@ static uint64_t safe_to_close_ns(struct kv_poller *p, const struct kv_port *o)
         return l->heard_ns + LINGER_NS;
     if (l && p->fabric.shares_locks)
         return l->connected_ns ? l->connected_ns + YOUNG_NS : 0;
-    bool connecting = l ? l->lease_until_ns != UINT64_MAX : expects_connections(p, o);
-    return o->closing_since_ns + (connecting ? CONNECT_LINGER_NS : LINGER_NS);
+    return o->closing_since_ns + (!l || l->lease_until_ns == UINT64_MAX ? LINGER_NS : CONNECT_LINGER_NS);
 }
 
 /* Operations that were posted through o will not complete: a closed shm endpoint reports nothing. */

@@ -137,10 +137,10 @@ void kv_beat(struct kv_poller *p)
 {
     for (uint32_t slot = 0; slot < KV_MAX_LINKS; slot++) {
         struct kv_link *l = p->links[slot];
-        if (!l || l->failed || l->beat_due_ns == UINT64_MAX || ((struct kv_port *)l->port)->closed)
-            continue;   /* a closing one still tells its peer that the connection is up, see closing.c */
+        if (!l || l->failed || l->closing || l->beat_due_ns == UINT64_MAX)
+            continue;
         uint64_t now_ns = kv_look(p);
-        if (kv_lease_over(p, l) && !l->closing) {
+        if (kv_lease_over(p, l)) {
             kv_link_fail(p, l, ETIMEDOUT, KV_FAILED_LEASE);
             continue;
         }
