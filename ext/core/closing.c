@@ -49,18 +49,34 @@ static void end_link(struct kv_poller *p, struct kv_link *l)
     struct kv_port *port = l->port;
     if (port->domain)
         kv_region_close(port->domain, &l->cell.region);
+    kv_region_close(l->cell.old_domain, &l->cell.old_region);   /* of a port that may be open for others */
     kv_report(p, KV_LINK_CLOSED, l->id, 0, 0);
     kv_link_free(l);
     p->links[slot] = NULL;
     atomic_store_explicit(&p->link_slot_busy[slot], false, memory_order_release);
 }
 
+/* Nothing refers to it any more, but for the old registrations of cells. */
+static bool unused(struct kv_poller *p, const struct kv_port *o)
+{
+    for (uint32_t slot = 0; slot < KV_MAX_LINKS; slot++)
+        if (p->links[slot] && (p->links[slot]->port == o || p->links[slot]->told == o))
+            return false;
+    return true;
+}
+
+/* Those that may, and the shared ports that only they referred to. */
 static void end_links(struct kv_poller *p)
 {
     p->ends_due = false;
     for (uint32_t slot = 0; slot < KV_MAX_LINKS; slot++)
         if (p->links[slot] && may_end(p->links[slot]))
             end_link(p, p->links[slot]);
+    KV_EACH(node, &p->ports) {
+        struct kv_port *o = KV_OF(node, struct kv_port, in_poller);
+        if (o->over && !o->owner && unused(p, o))
+            kv_port_free(o);
+    }
 }
 
 void kv_link_close(struct kv_poller *p, struct kv_link *l, bool fence)
@@ -122,15 +138,6 @@ static void close_endpoint(struct kv_poller *p, struct kv_port *o)
     p->num_closing--;
 }
 
-/* Nothing refers to it any more, but for the old registrations of cells. */
-static bool unused(struct kv_poller *p, const struct kv_port *o)
-{
-    for (uint32_t slot = 0; slot < KV_MAX_LINKS; slot++)
-        if (p->links[slot] && (p->links[slot]->port == o || p->links[slot]->told == o))
-            return false;
-    return true;
-}
-
 static void finish(struct kv_poller *p, struct kv_port *o)
 {
     o->over = true;
@@ -140,7 +147,7 @@ static void finish(struct kv_poller *p, struct kv_port *o)
         if (!l)
             continue;
         reclaim(p, l, o);
-        if (l->port != o)
+        if (l->cell.old_domain == o->domain)
             kv_region_close(o->domain, &l->cell.old_region);
         if (l->sending == o)
             l->sending = l->port;
@@ -176,9 +183,4 @@ void kv_go_on_closing(struct kv_poller *p)
             finish(p, o);
     }
     end_links(p);
-    KV_EACH(node, &p->ports) {
-        struct kv_port *o = KV_OF(node, struct kv_port, in_poller);
-        if (o->over && !o->owner && unused(p, o))
-            kv_port_free(o);
-    }
 }

@@ -32,6 +32,7 @@ struct kv_cell {
     _Atomic uint64_t beats;       /* of a peer in this process, see lease.c */
     struct kv_region region;      /* in the domain of the link's port */
     struct kv_region old_region;  /* in that of the port before, until it is closed */
+    struct kv_domain *old_domain;
     uint64_t key;
     struct kv_node in_process;
 };

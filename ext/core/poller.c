@@ -190,6 +190,12 @@ static struct timespec time_of(uint64_t ns)
     return (struct timespec){.tv_sec = (time_t)(ns / KV_S), .tv_nsec = (long)(ns % KV_S)};
 }
 
+static void nap(uint64_t ns)
+{
+    struct timespec time = time_of(ns);
+    nanosleep(&time, NULL);
+}
+
 /* Sleeps until the bell rings or the time is over. Whatever would make us busy rings the bell. */
 static void rest(struct kv_poller *p, uint64_t ns, bool was_busy)
 {
@@ -222,10 +228,8 @@ static void run(struct kv_poller *p)
     bool worked = false;
     while (!atomic_load_explicit(&p->stop, memory_order_relaxed)) {
         worked |= round_once(p);
-        if (__builtin_expect(p->faults.disturbance.slow_ns != 0, 0)) {
-            struct timespec pause = time_of(p->faults.disturbance.slow_ns);
-            nanosleep(&pause, NULL);
-        }
+        if (__builtin_expect(p->faults.disturbance.slow_ns != 0, 0))
+            nap(p->faults.disturbance.slow_ns);
         if (++rounds < CLOCK_ROUNDS)
             continue;
         rounds = 0;
@@ -285,8 +289,10 @@ void kv_poller_wind_down(struct kv_poller *p)
     for (struct kv_port *o; (o = open_port(p)) != NULL;)
         kv_port_begin_closing(p, o);
     while (p->num_closing) {
-        kv_complete(p);
+        bool worked = kv_complete(p);
         kv_go_on_closing(p);
+        if (!worked && !p->config.spin)
+            nap(LEAST_NAP_NS);   /* peers of this machine may be needed to get on */
     }
     if (p->num_unclosable)
         return;   /* reported; what comes in may still be written to memory of ours, so all of it stays */

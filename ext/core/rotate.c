@@ -35,6 +35,7 @@ static void move(struct kv_poller *p, struct kv_link *l, struct kv_port *o)
         rc = kv_region_open(o->domain, &cell, FI_REMOTE_WRITE, l->cell.key);
         if (!rc) {
             l->cell.old_region = l->cell.region;
+            l->cell.old_domain = from;
             l->cell.region = cell;
         }
     }

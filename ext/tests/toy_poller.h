@@ -79,6 +79,21 @@ static inline void toy_open(uint32_t num_slots, uint32_t window, uint32_t row_by
     }
 }
 
+/* The rest of it, once its links are gone. */
+static inline void toy_free(void)
+{
+    CHECK(toy->num_active == 0 && toy->num_flying == 0 && toy->num_armed == 0);
+    CHECK(kv_state_close(toy->state, &(struct kv_error){0}));
+    kv_layer_counter_free(toy->streams[0]->counter);
+    kv_stream_free(toy->streams[0]);
+    kv_bell_close(&toy->commands.bell);
+    kv_bell_close(&toy->records.bell);
+    free(toy->backlog);
+    free(toy);
+    for (int i = 0; i < KV_NUM_OBJECTS; i++)
+        CHECK(kv_census_read(i) == 0);
+}
+
 static inline void toy_close(void)
 {
     kv_watch_close(toy);
@@ -92,16 +107,7 @@ static inline void toy_close(void)
         toy_link(i)->sending->domain = NULL;
         kv_link_free(toy_link(i));
     }
-    CHECK(toy->num_active == 0 && toy->num_flying == 0 && toy->num_armed == 0);
-    CHECK(kv_state_close(toy->state, &(struct kv_error){0}));
-    kv_layer_counter_free(toy->streams[0]->counter);
-    kv_stream_free(toy->streams[0]);
-    kv_bell_close(&toy->commands.bell);
-    kv_bell_close(&toy->records.bell);
-    free(toy->backlog);
-    free(toy);
-    for (int i = 0; i < KV_NUM_OBJECTS; i++)
-        CHECK(kv_census_read(i) == 0);
+    toy_free();
 }
 
 /* A transfer of `num_pages` scattered pages: one write a page and entry. */
