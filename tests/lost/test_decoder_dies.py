@@ -58,7 +58,7 @@ async def test_t07_a_decoder_that_dies_in_any_state_strands_no_source_page(
         bystander.do("halt", name="other")
         await bystander.stream_over("other", 2)
         assert not bystander.told("failed")
-        await prefiller.until(lambda: prefiller.all_released(""), "all source pages came back")
+        await prefiller.idle()
         audit = await prefiller.ask("audit", "audit")
         assert audit["legs"] == []
         assert (await bystander.ask("audit", "audit"))["strays"] == 0
