@@ -86,10 +86,15 @@ class Child:
         """Events of a kind by request, of all requests whose id begins so."""
         return {event["id"]: event for event in self.told(kind) if event["id"].startswith(prefix)}
 
-    def all_released(self, prefix: str) -> bool:
+    def all_released(self, prefix: str, last: str = "released") -> bool:
         """Whether the pages of every such request that began here have come back."""
         begun = self.of("asked" if self.role == "decoder" else "accepted", prefix)
-        return begun.keys() == self.of("released", prefix).keys()
+        return begun.keys() == self.of(last, prefix).keys()
+
+    async def idle(self) -> None:
+        """Wait until nothing of any request is left here: a prefiller also hears how each ended at its decoder."""
+        last = "released" if self.role == "decoder" else "outcome"
+        await self.until(lambda: self.all_released("", last), "nothing is left of any request")
 
     async def event(self, kind: str, since: int = 0, seconds: float = PATIENCE_S, **fields: object) -> Event:
         """Wait for one."""

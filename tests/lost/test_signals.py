@@ -90,7 +90,7 @@ class Scene:
     async def check_end(self, *alive: Child) -> None:
         """Every byte in every cache, and that nothing is left."""
         for child in alive:
-            await child.until(lambda child=child: child.all_released(""), "all pages came back")
+            await child.idle()
             audit = await child.ask("audit", "audit")
             child.check()
             assert not audit["legs"]
