@@ -49,7 +49,8 @@ static inline void toy_open(uint32_t num_slots, uint32_t window, uint32_t row_by
     toy->clock = toy_clock;
     toy->now_ns = toy_now_ns = 1;
     toy_step_ns = 0;
-    toy_domain = (struct kv_domain){.sources = &toy_source, .num_sources = 1, .lease_until_ns = UINT64_MAX};
+    toy_domain = (struct kv_domain){.fabric = &toy->fabric, .sources = &toy_source, .num_sources = 1,
+                                    .lease_until_ns = UINT64_MAX};
     CHECK((toy->state = kv_state_create(NULL, "1", &error)));
     num_posts = 0;
     toy_answer = 0;
