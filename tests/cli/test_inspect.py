@@ -152,7 +152,11 @@ def test_watching_shows_what_changes_until_it_is_interrupted(tmp_path: Path, as_
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "FORCE_COLOR": "1", "COLUMNS": "200"}
     with messenger(tmp_path) as state:
         watching = subprocess.Popen(
-            [*command, "--json"] if as_json else command, env=environment, stdout=subprocess.PIPE, text=True
+            [*command, "--json"] if as_json else command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
         )
         try:
             assert watching.stdout is not None

@@ -47,6 +47,18 @@ def run_checker(*arguments: str, path: Path | None = None, timeout_s: float = 12
     )
 
 
+def starter(tmp_path: Path, folder: Path) -> Path:
+    """A program that answers with the package in `folder`, even where an editable install comes before every path."""
+    program = tmp_path / "start.py"
+    program.write_text(
+        "import runpy, sys\n"
+        "sys.meta_path[:] = [finder for finder in sys.meta_path if 'Mesonpy' not in type(finder).__name__]\n"
+        f"sys.path.insert(0, {str(folder)!r})\n"
+        "runpy.run_module('kvmsgr_protocol.answer', run_name='__main__')\n"
+    )
+    return program
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", FILES)
 def test_what_is_written_is_what_is_coded(path: str) -> None:
@@ -268,6 +280,6 @@ def test_a_changed_implementation_fails_the_program(tmp_path: Path, field: str) 
     mutant: Mutant = next(mutant for mutant in mutants() if mutant.field == field)
     workshop = Workshop(tmp_path)
     with workshop.holding(mutant):
-        done = run_checker("--first", path=workshop.folder)
+        done = run_checker("--first", "--implementation", f"{sys.executable} {starter(tmp_path, workshop.folder)}")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "seen" in done.stdout
