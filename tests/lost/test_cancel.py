@@ -22,6 +22,7 @@ from kvmsgr import Descriptor, Span
 from kvmsgr.core.fetch import FetchState
 from kvmsgr.core.leg import LegState
 from kvmsgr.errors import RequestCancelledError
+from kvmsgr.fabric import leftovers
 from tests.loopback.engines import (
     DIM,
     HEADS,
@@ -53,6 +54,7 @@ async def prefiller(fabric: str) -> AsyncIterator[Descriptor]:
         if child.returncode is None:
             child.terminate()
         await child.wait()
+        leftovers.sweep(leftovers.state_folder())
 
 
 def fill(cache: TestCache, pages: list[int], value: float) -> None:
