@@ -38,7 +38,7 @@ from .messages import (
     Unknown,
 )
 from .packing import pack_pages, pack_tokens, unpack_pages, unpack_tokens
-from .rows import expected_rows, span_positions
+from .rows import expected_rows, group_positions, rows_per_position, span_positions
 from .versions import DRAFT, PROTOCOL_VERSIONS, negotiate
 
 __all__ = [
@@ -90,10 +90,12 @@ __all__ = [
     "WireError",
     "encode",
     "expected_rows",
+    "group_positions",
     "immediate",
     "negotiate",
     "pack_pages",
     "pack_tokens",
+    "rows_per_position",
     "span_positions",
     "unpack_pages",
     "unpack_tokens",

@@ -16,6 +16,8 @@ MAX_RANKS: Final = 1024
 MAX_GROUPS: Final = 256
 MAX_ENTRIES: Final = 1 << 16
 MAX_REGIONS: Final = 1 << 16
+MAX_ENDPOINTS: Final = 64
+"""Most network interfaces of a rank."""
 
 U31 = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 U32 = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]

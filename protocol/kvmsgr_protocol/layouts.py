@@ -6,20 +6,30 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from .bounds import MAX_ENTRIES, MAX_GROUPS, MAX_REGIONS, U31, U63, U64, Generation, Name, Positive, Slot
+from .bounds import (
+    MAX_ENDPOINTS,
+    MAX_ENTRIES,
+    MAX_GROUPS,
+    MAX_REGIONS,
+    U31,
+    U63,
+    U64,
+    Generation,
+    Name,
+    Positive,
+    Slot,
+)
 
 
 class Region(Struct, frozen=True):
-    """Memory the receiver of this message may write into.
+    """A region of a rank's memory as one endpoint offers it.
 
     Args:
         base: Address to put into a write for the region's first byte.
-        num_bytes: Its length.
         key: The remote key.
     """
 
     base: U64
-    num_bytes: U63
     key: U64
 
 
@@ -40,17 +50,20 @@ class Beat(Struct, frozen=True):
 
 
 class Endpoint(Struct, frozen=True):
-    """A fabric address.
+    """A fabric address: one network interface of a rank. Through each of them all of the rank's memory can be written.
 
     Args:
         provider: libfabric provider by name.
         address: Its address as the provider writes it.
-        window: Operations the receiver of this message may have outstanding towards it, heartbeats not counted.
-        beat: Where its heartbeats go.
+        regions: The rank's regions, in the order of `RankAttach.region_bytes`.
+        window: Operations the receiver of this message may have outstanding towards it, whichever of its own endpoints
+            they leave from, heartbeats not counted.
+        beat: Where its heartbeats go; any endpoint of the receiver of this message may send them.
     """
 
     provider: Name
     address: Annotated[bytes, Meta(max_length=1024)]
+    regions: Annotated[list[Region], Meta(max_length=MAX_REGIONS)]
     window: Positive
     beat: Beat
 
@@ -103,6 +116,8 @@ class GroupLayout(Struct, frozen=True):
         total_heads: Heads of the model's layer.
         planes: K and V, or one latent plane.
         entries: One for each (layer, plane).
+        recurrent: A page holds the state after the last prefilled token, one row a head, whatever the prompt's length;
+            it has one token.
     """
 
     name: Name
@@ -115,8 +130,11 @@ class GroupLayout(Struct, frozen=True):
     total_heads: Positive
     planes: Annotated[list[PlaneLayout], Meta(min_length=1, max_length=16)]
     entries: Annotated[list[LayerEntry], Meta(min_length=1, max_length=MAX_ENTRIES)]
+    recurrent: bool = False
 
     def __post_init__(self) -> None:
+        if self.recurrent and self.page_tokens != 1:
+            raise ValueError(f"group {self.name!r}: recurrent, with pages of {self.page_tokens} tokens; they have one")
         if self.head_start + self.num_heads > self.total_heads:
             raise ValueError(
                 f"group {self.name!r}: heads {self.head_start}..{self.head_start + self.num_heads - 1} "
@@ -159,22 +177,25 @@ class RankAttach(Struct, frozen=True):
 
     Args:
         rank: Its number within the node.
-        replica: Ranks of one number together hold one full copy of the cache.
         groups: Its cache groups.
-        regions: Its memory.
-        endpoints: Its fabric addresses.
+        region_bytes: Length of each region of its memory.
+        endpoints: Its fabric addresses, one a network interface.
         context: Its context buffers.
     """
 
     rank: U31
-    replica: U31
     groups: Annotated[list[GroupLayout], Meta(max_length=MAX_GROUPS)]
-    regions: Annotated[list[Region], Meta(max_length=MAX_REGIONS)]
-    endpoints: Annotated[list[Endpoint], Meta(max_length=64)]
+    region_bytes: Annotated[list[U63], Meta(max_length=MAX_REGIONS)]
+    endpoints: Annotated[list[Endpoint], Meta(max_length=MAX_ENDPOINTS)]
     context: Annotated[list[ContextLayout], Meta(max_length=64)] = []
 
     def __post_init__(self) -> None:
         used = [entry.region for group in self.groups for entry in group.entries]
         used += [buffer.region for buffer in self.context]
-        if used and max(used) >= len(self.regions):
-            raise ValueError(f"rank {self.rank}: region {max(used)} is named, there are {len(self.regions)}")
+        if used and max(used) >= len(self.region_bytes):
+            raise ValueError(f"rank {self.rank}: region {max(used)} is named, there are {len(self.region_bytes)}")
+        for endpoint in self.endpoints:
+            if len(endpoint.regions) != len(self.region_bytes):
+                raise ValueError(
+                    f"rank {self.rank}: an endpoint has {len(endpoint.regions)} of {len(self.region_bytes)} regions"
+                )

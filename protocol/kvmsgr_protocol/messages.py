@@ -12,9 +12,9 @@ from msgspec import Meta, Struct
 from msgspec.structs import force_setattr
 
 from .bounds import (
+    MAX_ENDPOINTS,
     MAX_PAYLOAD_BYTES,
     MAX_RANKS,
-    MAX_REGIONS,
     MAX_TEXT,
     MAX_TOKENS,
     U31,
@@ -31,7 +31,7 @@ from .bounds import (
 )
 from .codes import Reason
 from .immediate import NUM_SLOTS
-from .layouts import Endpoint, RankAttach, Region
+from .layouts import Endpoint, RankAttach
 from .packing import ITEM_BYTES
 
 
@@ -99,13 +99,11 @@ class Attach(_Message, frozen=True, tag="attach"):
 
     Args:
         ranks: The ranks this messenger hosts.
-        num_signals: Bumps of the layer counter a whole forward pass shows, context not counted.
         heartbeat_s: The sender's heartbeats are at most this far apart.
         lease_s: A peer from which no heartbeat has landed for this long is lost to the sender of this message.
     """
 
     ranks: Annotated[list[RankAttach], Meta(min_length=1, max_length=MAX_RANKS)]
-    num_signals: U31
     heartbeat_s: Seconds
     lease_s: Seconds
 
@@ -148,8 +146,9 @@ class Dispatch(_Leg, frozen=True, kw_only=True, tag="dispatch"):
         tokens: The prompt, uint32 little-endian; empty where the prefiller knows it already.
         slot, generation: What the leg's writes carry in their immediate.
         ranks: Destination pages, for each destination rank.
-        context_slot: Slot of each context buffer to fill; -1: no context is wanted.
-        expected_rows: Rows of this leg, as the decoder counts them.
+        context_slot: Slot to fill in each context buffer of these ranks; -1: no context is wanted from this leg.
+        expected_rows: Rows of this leg, as the decoder counts them: those of the layers and heads that the prefiller's
+            ranks hold.
         time_allowed_s: Time from the receipt of this message.
         payload: For the engine, opaque.
         trace: Trace context, as text pairs.
@@ -225,11 +224,10 @@ class Failed(_LegReason, frozen=True, tag="failed"):
 
 
 class RankFabric(Struct, frozen=True):
-    """New addresses and keys of one rank; regions in the order of its Attach."""
+    """New addresses and keys of one rank; endpoints and regions in the order of its Attach."""
 
     rank: U31
-    endpoints: Annotated[list[Endpoint], Meta(max_length=64)]
-    regions: Annotated[list[Region], Meta(max_length=MAX_REGIONS)]
+    endpoints: Annotated[list[Endpoint], Meta(max_length=MAX_ENDPOINTS)]
 
 
 class Rotate(_Message, frozen=True, tag="rotate"):
