@@ -86,6 +86,7 @@ class Role:
             unhealthy=self.messenger.unhealthy,
             strays=stats["strays"],
             resident_bytes=resident_bytes(),
+            abandoned=stats["abandoned"],
             files=len(os.listdir("/proc/self/fd")),
         )
         if give_kept:
