@@ -16,9 +16,10 @@ from .config import Config
 from .types import Descriptor, RawArray, Span
 
 if TYPE_CHECKING:
-    from .device.cache import Cache, CacheGroup, ContextBuffer
+    from .device.cache import Cache, CacheGroup, ContextBuffer, Rank
     from .messenger import Messenger
-    from .runtime.fetch import Arrival, Fetch
+    from .runtime.arrival import Arrival
+    from .runtime.fetch import Fetch
     from .runtime.serve import Outcome, PrefillRequest
     from .runtime.steps import Chunk, Step
 
@@ -34,6 +35,7 @@ __all__ = [
     "Messenger",
     "Outcome",
     "PrefillRequest",
+    "Rank",
     "RawArray",
     "Reason",
     "Span",
@@ -42,7 +44,7 @@ __all__ = [
 ]
 
 _NATIVE = {
-    "Arrival": "runtime.fetch",
+    "Arrival": "runtime.arrival",
     "Cache": "device.cache",
     "CacheGroup": "device.cache",
     "Chunk": "runtime.steps",
@@ -51,6 +53,7 @@ _NATIVE = {
     "Messenger": "messenger",
     "Outcome": "runtime.serve",
     "PrefillRequest": "runtime.serve",
+    "Rank": "device.cache",
     "Step": "runtime.steps",
 }
 

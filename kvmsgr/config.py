@@ -15,6 +15,8 @@ FABRICS = ("auto", "shm", "net", "tcp", "tcp;ofi_rxm", "verbs;ofi_rxm", "efa", "
 
 FENCES = ("auto", "endpoint", "rotation")
 
+LAYER_COUNTERS = ("lead", "rank")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
@@ -30,9 +32,9 @@ class Config:
             (untested), "inprocess" (messengers of one process, for tests).
         fabric_address: Address of the network interface the fabric uses; None: the host that
             peers dial.
-        window: Writes a peer may have in flight to us.
-        cq_entries: Size of the completion queue. The windows of all peers together take at most half of it, so that
-            it limits the number of peers; the other half is for our own writes.
+        window: Writes a peer may have in flight to each of our network interfaces.
+        cq_entries: Size of the completion queue of each network interface. The windows of all peers together take at
+            most half of it, so that it limits the number of peers; the other half is for our own writes.
         time_allowed_s: Default for one request.
         stall_s: After the peer posted everything: how long no row may land before the request fails.
         heartbeat_s: How often the polling thread tells each peer that it is there.
@@ -43,6 +45,9 @@ class Config:
         fence: How a lost peer is kept from writing: "endpoint" gives each peer an endpoint of its own, which is closed;
             "rotation" gives all peers one, and moves those that live to another (not over shm). "auto": rotation where
             queue pairs are scarce (efa, verbs), else endpoints.
+        layer_counters: Who signals layers where a messenger has several ranks. "lead": one counter for all of them,
+            which is right only where on every rank the KV of a layer is stored before a collective that precedes the
+            bump, as with tensor parallelism. "rank": each rank bumps a counter of its own.
         quarantine_limit: Share of a cache group's pages (0 to 1) that may be in quarantine before the messenger calls
             itself unhealthy.
         connect_timeout_s: From dialling a peer until requests may go.
@@ -68,6 +73,7 @@ class Config:
     lease_s: float = 2.0
     drain_timeout_s: float = 10.0
     fence: str = "auto"
+    layer_counters: str = "lead"
     quarantine_limit: float = 0.5
     connect_timeout_s: float = 5.0
     step_timeout_s: float = 60.0
@@ -81,6 +87,8 @@ class Config:
             raise ConfigError(f"fabric is {self.fabric!r}; known are {', '.join(FABRICS)}")
         if self.fence not in FENCES:
             raise ConfigError(f"fence is {self.fence!r}; known are {', '.join(FENCES)}")
+        if self.layer_counters not in LAYER_COUNTERS:
+            raise ConfigError(f"layer_counters is {self.layer_counters!r}; known are {', '.join(LAYER_COUNTERS)}")
         listen = parse(self.listen)
         if isinstance(listen, Tcp) and listen.is_wildcard and self.advertise is None:
             raise ConfigError(f"listen is {self.listen!r}, which no peer can dial; set advertise to this host's name")

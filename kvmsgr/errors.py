@@ -23,6 +23,7 @@ KvmsgrError
 │   │   └── CountOverflowError  more rows landed than were expected
 │   ├── StepFaultError          a forward pass ran fewer or more layers than announced, or none in time
 │   ├── EngineFailedError       the engine on one side gave the request up
+│   ├── RankLostError           a process of one side's engine that holds a rank has died
 │   ├── RequestCancelledError   the decoder's engine cancelled it
 │   ├── PeerProtocolError       the peer broke the rules, or does not know the request
 │   └── ClosedError             one of the two messengers closed
@@ -192,6 +193,12 @@ class EngineFailedError(TransferError):
     reason = Reason.engine
 
 
+class RankLostError(TransferError):
+    """A process of the engine on one side, which holds a rank's memory, has died; the detail says which and how."""
+
+    reason = Reason.rank_lost
+
+
 class RequestCancelledError(TransferError):
     """The engine of the decoder no longer wanted the request."""
 
@@ -257,6 +264,7 @@ _BY_REASON: dict[Reason, type[TransferError]] = {
     Reason.timeout: TransferTimeout,
     Reason.step_fault: StepFaultError,
     Reason.engine: EngineFailedError,
+    Reason.rank_lost: RankLostError,
     Reason.cancelled: RequestCancelledError,
     Reason.protocol: PeerProtocolError,
     Reason.unknown_request: PeerProtocolError,

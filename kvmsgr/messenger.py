@@ -13,7 +13,8 @@ import structlog
 
 from .address import Tcp, Unix, parse
 from .config import Config
-from .device.cache import Cache, ContextBuffer, Memory
+from .device.cache import Cache, ContextBuffer, Memory, Rank
+from .device.counters import LayerCounter
 from .errors import ConfigError
 from .fabric.choice import FabricChoice
 from .fabric.libfabric import Fabric, FabricSettings, open_fabric
@@ -39,6 +40,16 @@ def _close_unwanted(opening: asyncio.Future[Fabric]) -> None:
         opening.result().close()
 
 
+def _describe(config: Config, cache: Cache | None, context: Sequence[ContextBuffer], ranks: Sequence[Rank]) -> Memory:
+    if (cache is None) == (not ranks):
+        raise ConfigError("give either a cache, for one rank, or ranks")
+    if cache is not None:
+        ranks = [Rank(cache, context)]
+    elif context:
+        raise ConfigError("context buffers belong to ranks where ranks are given")
+    return Memory.describe(ranks, shared_counter=config.layer_counters == "lead")
+
+
 class Messenger:
     """Moves the KV of requests between engines. Both roles in one object: `fetch` is the decoder's side, `requests`
     and `begin_step` are the prefiller's. Open one with `Messenger.open`.
@@ -54,26 +65,41 @@ class Messenger:
         self.descriptor = descriptor
 
     @classmethod
-    async def open(cls, config: Config, cache: Cache, context: Sequence[ContextBuffer] = ()) -> Messenger:
+    async def open(
+        cls,
+        config: Config,
+        cache: Cache | None = None,
+        context: Sequence[ContextBuffer] = (),
+        *,
+        ranks: Sequence[Rank] = (),
+        counters: Sequence[LayerCounter] = (),
+    ) -> Messenger:
         """Register the memory, test the fabric, and listen.
 
         Args:
             config: Settings.
-            cache: The KV cache of this rank.
+            cache: The KV cache, where there is one rank.
             context: Buffers that travel beside it, by name; the same on both sides.
+            ranks: The ranks, instead of `cache` and `context`.
+            counters: Layer counters that other processes bump: one, or one a rank where `Config.layer_counters` is
+                "rank"; empty: they are made here.
 
         Raises:
             LayoutError: The cache or a buffer cannot be described.
+            ConfigError: Neither or both of `cache` and `ranks` are given, or too few counters.
             FabricUnavailableError: No provider passed the self-test.
             AddressError: The control socket cannot be listened on.
         """
-        memory, address = Memory.describe(cache, context), parse(config.listen)
+        memory, address = _describe(config, cache, context, ranks), parse(config.listen)
+        counters = list(counters) or [LayerCounter() for _ in memory.num_signals]
+        if len(counters) % len(memory.num_signals):
+            raise ConfigError(f"{len(counters)} layer counters are given; each stream needs {len(memory.num_signals)}")
         host = address.host if isinstance(address, Tcp) else "127.0.0.1"
         incarnation = secrets.token_hex(16)
         settings = FabricSettings(
             fabric=config.fabric,
             local=address.is_local,
-            address=config.fabric_address or config.advertise or host,
+            nics=[name or config.fabric_address or config.advertise or host for _, name in memory.interfaces],
             incarnation=incarnation,
             cq_entries=config.cq_entries,
             heartbeat_s=config.heartbeat_s,
@@ -84,14 +110,18 @@ class Messenger:
             poller_spins=config.poller_spins,
             state_dir=config.state_dir,
         )
-        regions = [(region.address, region.num_bytes) for region in memory.regions]
+        regions = [
+            (region.address, region.num_bytes, memory.interfaces_of(number))
+            for number, rank in enumerate(memory.ranks)
+            for region in rank.regions
+        ]
         opening = asyncio.get_running_loop().run_in_executor(None, open_fabric, settings, regions, memory)
         try:
             fabric = await asyncio.shield(opening)
         except asyncio.CancelledError:
             opening.add_done_callback(_close_unwanted)
             raise
-        node = Node(config, memory, fabric, incarnation)
+        node = Node(config, memory, counters, fabric, incarnation)
         try:
             server, bound = await listen(address, node.connection_accepted)
         except BaseException:
@@ -134,6 +164,7 @@ class Messenger:
         tokens: Sequence[int] | npt.NDArray[np.uint32],
         spans: Sequence[Span],
         *,
+        ranks: Sequence[int] | None = None,
         payload: bytes = b"",
         trace: Mapping[str, str] | None = None,
         time_allowed_s: float | None = None,
@@ -142,9 +173,11 @@ class Messenger:
 
         Args:
             request_id: Name of the request, at most 256 characters; one is alive at a time.
-            sources: The messengers that hold the source caches, all needed together; one, so far.
+            sources: The messengers that hold the source caches, all needed together: one that hosts all ranks of its
+                node, or one a rank. Each holds other layers or heads than the others.
             tokens: The prompt. Its last token is not prefilled: the caller runs it as its first decode step.
-            spans: Destination pages, which must stay allocated until `released()`.
+            spans: Destination pages, the same on each of the ranks, which must stay allocated until `released()`.
+            ranks: The ranks of this messenger to fill; None: all.
             payload: For the prefiller's engine, opaque, at most 1 MiB.
             trace: Trace context, handed to the prefiller's engine as it is.
             time_allowed_s: Until the request fails; None: as configured.
@@ -158,14 +191,17 @@ class Messenger:
             RefusedError: A request of this name is alive.
             BusyError: No immediate or context slot is free.
         """
-        if len(sources) != 1:
-            raise ConfigError(f"{len(sources)} sources were given; one rank to one rank is what can be moved so far")
-        if not isinstance(sources[0], Descriptor):
-            raise ConfigError(f"a source is {sources[0]!r}; it must be the `descriptor` of the prefiller's messenger")
+        if not sources:
+            raise ConfigError(f"request {request_id!r} names no source")
+        for source in sources:
+            if not isinstance(source, Descriptor):
+                raise ConfigError(f"a source is {source!r}; it must be the `descriptor` of the prefiller's messenger")
         if len(tokens) == 0:
             raise ConfigError(f"request {request_id!r} has no tokens; a prompt has at least one")
         ids = [operator.index(token) for token in tokens]
-        return self._node.fetch(request_id, sources[0], ids, spans, payload, dict(trace or {}), time_allowed_s)
+        return self._node.outbox.fetch(
+            request_id, sources, ids, spans, ranks, payload, dict(trace or {}), time_allowed_s
+        )
 
     # The prefiller's side
 
@@ -182,13 +218,23 @@ class Messenger:
 
         Args:
             chunks: What the pass computes, at most one chunk a request.
-            counter: Index of the layer counter of its stream.
+            counter: Index of its stream: of the layer counter, or of the set of them where each rank has its own.
 
         Raises:
             LayoutError: A chunk does not follow its request's last one, or its pages are not known.
             StepLimitError: More steps are announced than the layer counter has slots for. Nothing was armed.
         """
         return steps.begin_step(self._node, chunks, counter)
+
+    def rank_lost(self, rank: int, why: str) -> None:
+        """Say that a process of the engine which holds a rank has died. What needs that rank fails on both sides, now
+        and later; the pages are given back by the same proofs as ever. Its memory must stay mapped here.
+
+        Args:
+            rank: Its number.
+            why: For people, e.g. which process and how it ended.
+        """
+        self._node.rank_lost(rank, why)
 
     def inject(self, kind: str, nth: int) -> None:
         """Spoil the `nth` write from now on, to see a fault found: "drop", "flip" a byte of it, or "fail"."""

@@ -6,8 +6,6 @@ import asyncio
 from collections.abc import Generator, Mapping
 from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
 import structlog
 from msgspec.structs import replace
 
@@ -16,7 +14,16 @@ from kvmsgr.core import leg as legs
 from kvmsgr.core.failure import Failure
 from kvmsgr.core.leg import CLEAN, Leg
 from kvmsgr.core.peer import PeerState
-from kvmsgr.errors import FabricStuckError, LocalProtocolError, PagesQuarantined, TransferError, transfer_error
+from kvmsgr.errors import (
+    FabricStuckError,
+    LayoutMismatchError,
+    LocalProtocolError,
+    MismatchError,
+    PagesQuarantined,
+    TransferError,
+    transfer_error,
+)
+from kvmsgr.layout import check_covered
 from kvmsgr_protocol import (
     Accept,
     Busy,
@@ -33,36 +40,16 @@ from kvmsgr_protocol import (
 )
 
 from .answers import ended, log_failure
+from .arrival import Arrival
 
 if TYPE_CHECKING:
     from .node import Node
     from .peer import PeerDriver
+    from .routes import Routes
 
 log = structlog.get_logger("kvmsgr")
 RECORD_S = 0.05
 FENCE_S = 1.0  # that a fence takes, at most, once the lease is over
-
-
-class Arrival:
-    """A prompt's KV has arrived.
-
-    Attributes:
-        num_tokens: Positions that are in the cache now: all but the prompt's last, which the decoder runs itself. Those
-            before the first span were there already.
-        rows: Rows that landed.
-        context: Name of each context buffer to its bytes, shape (slot bytes,), valid until `release`.
-    """
-
-    def __init__(self, num_tokens: int, rows: int, context: Mapping[str, npt.NDArray[np.uint8]], fetch: Fetch) -> None:
-        self.num_tokens = num_tokens
-        self.rows = rows
-        self.context = context
-        self._fetch = fetch
-
-    def release(self) -> None:
-        """Give the context slot back. Idempotent."""
-        self.context = {}
-        self._fetch.release_context()
 
 
 class Fetch:
@@ -77,14 +64,16 @@ class Fetch:
     ) -> None:
         self.request_id = dispatch.request_id
         self.attempt = dispatch.attempt
-        self.spans = dispatch.ranks[0].spans
+        self.targets = dispatch.ranks
         self._node = node
         self._context_slot = dispatch.context_slot
-        self._dispatch = dispatch  # of one leg; the others differ in their slot
+        self._dispatch = dispatch  # of all legs together: each has its own slot, rows, and maybe no context
         self._machine = core.Fetch(self.request_id, dispatch.expected_rows)
         self._slots = slots
         self._numbers = numbers  # of its legs in the ledger
-        self._num_pages = sum(span.num_pages for span in self.spans)
+        self._num_pages = sum(span.num_pages for target in self.targets for span in target.spans)
+        self._leg_rows = dict.fromkeys(slots, dispatch.expected_rows)  # known when all the peers are live
+        self._context_from: PeerDriver | None = None
         self._failure: Failure | None = None
         self._watches: dict[PeerDriver, asyncio.TimerHandle] = {}
         self._legs = {peer: Leg(f"{self.request_id} at {peer.name}") for peer in slots}
@@ -183,15 +172,73 @@ class Fetch:
     def start(self) -> None:
         """Everything is armed: tell the peers that are live, and resolve at once what has no rows."""
         for peer in self._legs:
-            if peer.machine.state is PeerState.live:
-                self.peer_live(peer)
-            else:
+            self._open_in_ledger(peer)
+        for peer in self._legs:
+            if peer.machine.state is not PeerState.live:
                 peer.waiting.append(self)
         if self._machine.rows_expected == 0:
             self.rows_counted(0)
+        self._dispatch_if_live()
 
     def peer_live(self, peer: PeerDriver) -> None:
-        self._feed_leg(peer, legs.PeerLive())
+        self._dispatch_if_live()
+
+    def _dispatch_if_live(self) -> None:
+        """Only when all the peers are there is it known that they hold everything, and who brings what."""
+        if any(peer.machine.state is not PeerState.live for peer in self._legs):
+            return
+        try:
+            self._divide()
+        except MismatchError as error:
+            self._feed(core.LegFailed(self._counted(Failure(Reason.layout_mismatch, str(error)))))
+            return
+        for peer in self._legs:
+            self._feed_leg(peer, legs.PeerLive())
+
+    def _divide(self) -> None:
+        """Work out the rows of each leg.
+
+        Raises:
+            MismatchError: Together the peers do not hold everything exactly once.
+        """
+        outbox, memory, dispatch = self._node.outbox, self._node.memory, self._dispatch
+        routes = {peer: peer.routes for peer in self._legs if peer.routes is not None}
+        for target in self.targets:
+            for index, group in enumerate(memory.ranks[target.rank].groups):
+                if any(span.group == index for span in target.spans):
+                    check_covered([own for route in routes.values() for own in route.groups(index)], group)
+        if dispatch.context_slot >= 0:
+            self._context_from = self._with_context(routes)
+        for peer, route in routes.items():
+            self._leg_rows[peer] = outbox.rows_at(
+                self.targets, dispatch.num_tokens, peer is self._context_from, route.landing
+            )
+        total = sum(self._leg_rows.values())
+        if total != dispatch.expected_rows:
+            names = ", ".join(peer.name for peer in routes)
+            advice = "name sources that hold different layers or heads"
+            raise LayoutMismatchError(f"rows of the sources {names}", dispatch.expected_rows, total, advice)
+        for peer in routes:
+            self._open_in_ledger(peer)
+
+    def _with_context(self, routes: Mapping[PeerDriver, Routes]) -> PeerDriver:
+        """The first peer that has all the context buffers that are wanted."""
+        ranks = self._node.memory.ranks
+        wanted = {layout.name for target in self.targets for layout in ranks[target.rank].context}
+        there = {
+            peer: {layout.name for rank in route.ranks.values() for layout in rank.context}
+            for peer, route in routes.items()
+        }
+        for peer, names in there.items():
+            if wanted <= names:
+                return peer
+        raise MismatchError(
+            "context buffers", sorted(wanted), {peer.name: sorted(names) for peer, names in there.items()}
+        )
+
+    def rank_lost(self, failure: Failure) -> None:
+        """A destination rank is lost. What is on its way still lands in memory that is mapped here."""
+        self._feed(core.LegFailed(self._counted(failure)))
 
     def peer_lost(self, peer: PeerDriver, failure: Failure) -> None:
         self._feed_leg(peer, legs.PeerLost(self._counted(failure)))
@@ -268,15 +315,33 @@ class Fetch:
 
     # What follows from it
 
-    def _feed_leg(self, peer: PeerDriver, event: object) -> None:
+    def _dispatch_of(self, peer: PeerDriver) -> Dispatch:
+        """What travels to one peer."""
         slot, generation = self._slots[peer]
+        return replace(
+            self._dispatch,
+            slot=slot,
+            generation=generation,
+            expected_rows=self._leg_rows[peer],
+            context_slot=self._context_slot if peer is self._context_from else -1,
+        )
+
+    def _open_in_ledger(self, peer: PeerDriver) -> None:
+        state, ledger = str(self._legs[peer].state), self._node.ledger
+        ledger.open(self._numbers[peer], "fetch", state, peer.name, self._dispatch_of(peer), self._num_layers)
+
+    @property
+    def _num_layers(self) -> int:
+        return max(self._node.memory.num_signals)
+
+    def _feed_leg(self, peer: PeerDriver, event: object) -> None:
         for effect in self._legs[peer].feed(event):
             match effect:
                 case legs.SendDispatch():
                     log.info("request dispatched", request_id=self.request_id, peer=peer.name)
-                    peer.send(replace(self._dispatch, slot=slot, generation=generation))
+                    peer.send(self._dispatch_of(peer))
                 case legs.SendFinished():
-                    rows = self._machine.rows_expected
+                    rows = self._leg_rows[peer]
                     peer.send(Finished(request_id=self.request_id, attempt=self.attempt, rows=rows))
                 case legs.SendEnd(failure):
                     peer.send(ended(self.request_id, self.attempt, failure))
@@ -362,10 +427,15 @@ class Fetch:
                         self._arrival.set_exception(self._error(failure))
                         self._arrival.exception()  # it may never be awaited; the log has said it
                 case core.FailPeers(failure):
-                    for peer in list(self._legs):
+                    for peer in self._suspects():
                         peer.lose(failure)
                 case core.ReleasePages():
                     self._release_pages()
+
+    def _suspects(self) -> list[PeerDriver]:
+        """The peers whose rows are too few or too many; all of them where it cannot be told."""
+        rows = {peer: self._node.fabric.state.slot_rows(*slot) for peer, slot in self._slots.items()}
+        return [peer for peer in rows if rows[peer] != self._leg_rows[peer]] or list(rows)
 
     def _end(self, failure: Failure | None) -> None:
         self._failure = failure
@@ -388,7 +458,7 @@ class Fetch:
             watch.cancel()
         for number in self._numbers.values():
             self._node.ledger.close(number)
-        self._node.release_fetch(self)
+        self._node.outbox.release_fetch(self)
         if self._machine.state is not core.FetchState.ready:
             self.release_context()
         if not self._released.done():
@@ -413,13 +483,9 @@ class Fetch:
             self._node.context_slots.give(slot)
 
     def _make_arrival(self, rows: int) -> Arrival:
-        memory, slot = self._node.memory, self._context_slot
-        context = (
-            {layout.name: memory.context_view(index, slot) for index, layout in enumerate(memory.context)}
-            if slot >= 0
-            else {}
-        )
-        return Arrival(self._dispatch.num_tokens - 1, rows, context, self)
+        ranks, slot = self._node.memory.ranks, self._context_slot
+        contexts = {target.rank: ranks[target.rank].context_views(slot) for target in self.targets} if slot >= 0 else {}
+        return Arrival(self._dispatch.num_tokens - 1, rows, contexts, slot, self)
 
     def _error(self, failure: Failure) -> TransferError:
         return transfer_error(

@@ -9,7 +9,6 @@ import structlog
 
 from kvmsgr.core.failure import Failure
 from kvmsgr.errors import LayoutError, LocalProtocolError
-from kvmsgr.layout import PageCursor
 from kvmsgr_protocol import (
     Attach,
     Cancel,
@@ -23,15 +22,16 @@ from kvmsgr_protocol import (
     Rotated,
     SlotRows,
     Unknown,
-    expected_rows,
 )
 
 from .answers import declined
-from .serve import PrefillRequest, page_cursors
+from .delivery import Delivery, leg_rows
+from .serve import PrefillRequest
 
 if TYPE_CHECKING:
     from .node import Node
     from .peer import PeerDriver
+    from .routes import Routes
 
 log = structlog.get_logger("kvmsgr")
 
@@ -59,7 +59,7 @@ class Inbox:
             self._dispatched(peer, message)
             return
         assert not isinstance(message, Hello | Attach | Goodbye | Rotate | Rotated | Resume)
-        fetch = self._node.fetch_of(peer, message.request_id, message.attempt)
+        fetch = self._node.outbox.fetch_of(peer, message.request_id, message.attempt)
         if fetch is not None:
             fetch.message_received(peer, message)
             return
@@ -74,11 +74,12 @@ class Inbox:
         key = (peer, dispatch.request_id, dispatch.attempt)
         if key in self._serves:
             raise LocalProtocolError(f"request {dispatch.request_id!r}, attempt {dispatch.attempt}, came twice")
-        refusal = self._flaw(peer, dispatch)
-        cursors: list[PageCursor] = []
+        assert peer.routes is not None
+        refusal = self._flaw(peer.routes, dispatch)
+        delivery: Delivery | None = None
         if refusal is None:
             try:
-                cursors = page_cursors(self._node.memory, peer, dispatch)
+                delivery = Delivery(self._node.memory, peer.routes, dispatch)
             except LayoutError as error:
                 refusal = Failure(Reason.protocol, str(error))
         context_slot = -1
@@ -93,43 +94,47 @@ class Inbox:
             refusal = Failure(Reason.busy, "too many requests are alive")
             if context_slot >= 0:
                 self._node.context_slots.give(context_slot)
-        if refusal is not None or number is None:
+        if refusal is not None or number is None or delivery is None:
             assert refusal is not None
             log.warning("request declined", request_id=dispatch.request_id, peer=peer.name, detail=refusal.detail)
             peer.send(declined(dispatch, refusal))
             return
-        self._node.ledger.open(number, "serve", "offered", peer.name, dispatch, self._node.memory.num_signals)
-        request = PrefillRequest(self._node, peer, dispatch, cursors, number, context_slot)
+        num_layers = max(self._node.memory.num_signals)
+        self._node.ledger.open(number, "serve", "offered", peer.name, dispatch, num_layers)
+        request = PrefillRequest(self._node, peer, dispatch, delivery, number, context_slot)
         self._serves[key] = self.by_tag[request.tag] = request
         log.info("request offered", request_id=request.request_id, peer=peer.name, num_tokens=request.num_tokens)
         self._offered.put_nowait(request)
 
-    def _flaw(self, peer: PeerDriver, dispatch: Dispatch) -> Failure | None:
+    def _flaw(self, routes: Routes, dispatch: Dispatch) -> Failure | None:
         """What is wrong with a request, found before any of it is planned."""
         if self._closed:
             return Failure(Reason.closed, "the messenger is closing")
         if len(self._serves) >= self._node.config.max_requests:
             return Failure(Reason.busy, f"{len(self._serves)} requests are being served, which is the limit")
-        room = max(group.num_pages * group.page_tokens for group in self._node.memory.groups)
+        room = max(
+            (group.num_pages * group.page_tokens for group in self._node.memory.groups if not group.recurrent),
+            default=dispatch.num_tokens,
+        )
         if dispatch.num_tokens - 1 > room:
             return Failure(Reason.refused, f"a prompt of {dispatch.num_tokens} tokens; the cache has room for {room}")
-        assert peer.remote is not None
-        ranks = {ours.rank: ours for ours in dispatch.ranks}
-        if set(ranks) != {peer.remote.rank}:
-            return Failure(Reason.protocol, f"pages for ranks {sorted(ranks)}; Attach named rank {peer.remote.rank}")
-        groups, context = peer.remote.groups, peer.remote.context
-        spans = ranks[peer.remote.rank].spans
-        wanted = context if dispatch.context_slot >= 0 else []
-        if any(dispatch.context_slot >= layout.num_slots for layout in wanted):
-            return Failure(Reason.protocol, f"context slot {dispatch.context_slot} does not exist")
+        numbers = [target.rank for target in dispatch.ranks]
+        if not numbers or not set(numbers) <= set(routes.ranks):
+            return Failure(Reason.protocol, f"pages for ranks {numbers}; Attach named {sorted(routes.ranks)}")
+        for number in numbers if dispatch.context_slot >= 0 else []:
+            for layout in routes.ranks[number].context:
+                if not routes.holders(layout.name, number):
+                    detail = f"rank {number} wants context {layout.name!r}, and no rank here has it"
+                    return Failure(Reason.layout_mismatch, detail)
+                if dispatch.context_slot >= layout.num_slots:
+                    return Failure(Reason.protocol, f"context slot {dispatch.context_slot} does not exist")
         try:
-            rows = expected_rows(dispatch.num_tokens, spans, groups, wanted)
+            rows = leg_rows(routes, dispatch)
         except ValueError as error:
             return Failure(Reason.protocol, str(error))
         if rows != dispatch.expected_rows:
-            return Failure(
-                Reason.protocol, f"the request has {rows} rows, its decoder expects {dispatch.expected_rows}"
-            )
+            detail = f"our ranks have {rows} rows of the request, its decoder expects {dispatch.expected_rows}"
+            return Failure(Reason.protocol, detail)
         return None
 
     def forget(self, request: PrefillRequest) -> None:
@@ -159,6 +164,12 @@ class Inbox:
         for request in list(self._serves.values()):
             if request.peer is peer:
                 request.peer_lost(failure)
+
+    def rank_lost(self, rank: int, failure: Failure) -> None:
+        """Those that the rank holds fail."""
+        for request in list(self._serves.values()):
+            if rank in request.ranks:
+                request.rank_lost(failure)
 
     def close(self) -> None:
         """Take no more requests; those that are alive fail."""

@@ -28,17 +28,17 @@ class Ledger:
 
     Args:
         state: The state file.
-        pages: The destination pages of each cache group.
+        pages: The destination pages of each rank and cache group.
         quarantine_limit: Share of a group's pages that may be in quarantine.
     """
 
-    def __init__(self, state: StateFile, pages: Sequence[PageGuard], quarantine_limit: float) -> None:
+    def __init__(self, state: StateFile, pages: Sequence[Sequence[PageGuard]], quarantine_limit: float) -> None:
         self._state = state
         self._pages = pages
         self._limit = quarantine_limit
         self._numbers = AttemptNumbers(NUM_LEGS, 1 << 31)  # they are tags of transfers, and 32 bits there
         self._quarantined: dict[int, int] = {}  # pages by leg
-        for index in range(len(pages)):
+        for index in range(len(pages[0])):
             self.show_pages(index)
 
     def take(self) -> int | None:
@@ -52,7 +52,8 @@ class Ledger:
     def open(
         self, number: int, role: Literal["fetch", "serve"], state: str, peer: str, leg: Dispatch, layers: int
     ) -> None:
-        """Show a leg. `leg` is what travels, or has come, for it."""
+        """Show a leg, or show it anew. `leg` is what travels, or has come, for it."""
+        self._state.close_leg(number)
         self._state.open_leg(
             number,
             role=role,
@@ -88,14 +89,17 @@ class Ledger:
         self._numbers.give(number)
 
     def show_pages(self, group: int) -> None:
-        """Show how many destination pages of a group are held."""
-        guard = self._pages[group]
-        self._state.set_pages(group, guard.name, guard.num_held, guard.num_pages)
+        """Show how many destination pages of a group are held, on all ranks together."""
+        guards = [rank[group] for rank in self._pages]
+        held, total = (
+            sum(numbers) for numbers in zip(*((guard.num_held, guard.num_pages) for guard in guards), strict=True)
+        )
+        self._state.set_pages(group, guards[0].name, held, total)
 
     @property
     def unhealthy(self) -> str | None:
         """Why this messenger should get no more requests; None while it may."""
-        held, total = sum(self._quarantined.values()), sum(guard.num_pages for guard in self._pages)
+        held, total = sum(self._quarantined.values()), sum(guard.num_pages for rank in self._pages for guard in rank)
         if held <= self._limit * total:
             return None
         return (

@@ -12,7 +12,6 @@ from kvmsgr.core import peer as core
 from kvmsgr.core.failure import Failure
 from kvmsgr.core.peer import PeerState
 from kvmsgr.errors import KvmsgrError, LayoutError, LocalProtocolError, MismatchError
-from kvmsgr.layout import Template, build_templates, check_bounds, check_contexts, check_groups, context_template
 from kvmsgr_protocol import (
     PROTOCOL_VERSIONS,
     Attach,
@@ -24,6 +23,7 @@ from kvmsgr_protocol import (
     Identity,
     Message,
     RankAttach,
+    RankFabric,
     Reason,
     Region,
     Resume,
@@ -32,11 +32,11 @@ from kvmsgr_protocol import (
     Sent,
     VersionMismatch,
     WireError,
-    immediate,
     negotiate,
 )
 
 from .connection import Connection
+from .routes import Routes
 from .version import software
 
 if TYPE_CHECKING:
@@ -58,9 +58,9 @@ MAX_UNREAD_BYTES = 64 << 20
 class PeerDriver:
     """One epoch.
 
-    `templates[group]` and `context_templates[buffer]` pair the id of a template in the native layer with the template:
-    how our cache is written into theirs. They are there while the peer is live. `waiting` are the fetches that could
-    not be dispatched yet.
+    `links` has one for each network interface of ours, None once it is closed. `routes` say how our ranks' caches are
+    written into theirs; they are there once its Attach has come. `waiting` are the fetches that could not be dispatched
+    yet.
     """
 
     def __init__(self, node: Node, name: str, incarnation: str | None) -> None:
@@ -68,16 +68,16 @@ class PeerDriver:
         self.name = name
         self.machine = core.Peer(name)
         self.failure: Failure | None = None
-        self.link: int | None = None
-        self.link_closing = False
+        self.links: list[int | None] = []
+        self.links_closing = False
         self.link_failure: str | None = None
+        self._num_opened = 0
+        self._num_held = 0
         self.can_rotate = False
         self._held: asyncio.TimerHandle | None = None  # our writes are held back, and until when
         self._has_window = False
-        self._beat: tuple[int, int] | None = None  # (slot, generation) of its heartbeats
-        self.remote: RankAttach | None = None
-        self.templates: list[list[tuple[int, Template]]] = []
-        self.context_templates: list[int] = []
+        self._beats: list[tuple[int, int]] = []  # (slot, generation) of its heartbeats, a link each
+        self.routes: Routes | None = None
         self.waiting: list[Fetch] = []
         self._incarnation = incarnation
         self._connection: Connection | None = None
@@ -133,12 +133,22 @@ class PeerDriver:
     def dial_failed(self, error: Exception) -> None:
         self.lose(Failure(Reason.peer_lost, f"cannot reach {self.name}: {error}"))
 
-    def link_opened(self) -> None:
-        self.feed(core.LinksOpened())
+    @property
+    def open_links(self) -> list[int]:
+        """The links that are not closed."""
+        return [link for link in self.links if link is not None]
 
-    def link_failed(self, failed: LinkFailure) -> None:
-        """Nothing more is posted on the link. Where the peer only went away, its last message may still tell why."""
-        detail = f"the link to {self.name} over {self.node.fabric.choice.provider}: {failed.text}"
+    def link_opened(self) -> None:
+        self._num_opened += 1
+        if self._num_opened == len(self.node.memory.interfaces):
+            self.feed(core.LinksOpened())
+
+    def link_failed(self, link: int, failed: LinkFailure) -> None:
+        """Nothing more is posted on it. Where the peer only went away, its last message may still tell why."""
+        interface = self.links.index(link)
+        rank, _ = self.node.memory.interfaces[interface]
+        where = f"rank {rank}, interface {interface}, over {self.node.fabric.choice.provider}"
+        detail = f"the link of {where}, to {self.name}: {failed.text}"
         log.error("link failed", peer=self.name, detail=detail)
         self.link_failure = detail
         if failed.silent:
@@ -148,15 +158,19 @@ class PeerDriver:
         else:
             self.lose(Failure(Reason.fabric, detail))
 
-    def link_closed(self) -> None:
-        """The fence: nothing of the peer can land any more, and nothing of ours is read for it."""
-        self.link = None
-        self.node.peer_fenced(self)
-        self.feed(core.LinksClosed())
+    def link_closed(self, link: int) -> None:
+        """The last one is the fence: nothing of the peer can land any more, and nothing of ours is read for it."""
+        self.links[self.links.index(link)] = None
+        if not self.open_links:
+            self.node.outbox.peer_fenced(self)
+            self.feed(core.LinksClosed())
 
     def link_held(self) -> None:
-        """Nothing of ours is in flight to the peer's old endpoint: what it must count before we go on."""
-        self.send(Rotated(posted=self.node.inbox.posted_to(self)))
+        """Once all are: nothing of ours is in flight to the peer's old endpoints, and it must count what was."""
+        self._num_held += 1
+        if self._num_held == len(self.links):
+            self._num_held = 0
+            self.send(Rotated(posted=self.node.inbox.posted_to(self)))
 
     def resume(self) -> None:
         """The peer has moved to our new endpoint."""
@@ -193,7 +207,7 @@ class PeerDriver:
         match effect:
             case core.OpenLinks():
                 try:
-                    self.link = self.node.open_link(self)
+                    self.node.open_links(self)
                 except KvmsgrError as error:
                     self.node.loop.call_soon(self.lose, Failure(Reason.fabric, f"no endpoint for {self.name}: {error}"))
             case core.SendAttach():
@@ -215,17 +229,17 @@ class PeerDriver:
                 self.send(Goodbye(code=failure.reason, reason=failure.detail))
                 if self._connection is not None:
                     self._connection.close()
-            case core.CloseLinks() if self.link is None:
+            case core.CloseLinks() if not self.open_links:
                 self.feed(core.LinksClosed())
             case core.CloseLinks():
-                self.node.close_link(self)
+                self.node.close_links(self)
             case core.Forget():
                 if self._held is not None:
                     self._held.cancel()
                 if self._has_window:
                     self.node.return_window()
-                if self._beat is not None:
-                    self.node.return_beat(*self._beat)
+                for beat in self._beats:
+                    self.node.return_beat(*beat)
                 self.node.forget_peer(self)
 
     def _timed_out(self, late: bool = False) -> None:
@@ -258,51 +272,49 @@ class PeerDriver:
         if not self._has_window:
             self.lose(Failure(Reason.busy, "the completion queue has no room for one more peer"))
             return
-        self._beat = self.node.take_beat()
-        if self._beat is None:
-            self.lose(Failure(Reason.busy, "no immediate slot is free for its heartbeats"))
-            return
+        for _ in self.node.memory.interfaces:
+            beat = self.node.take_beat()
+            if beat is None:
+                self.lose(Failure(Reason.busy, "no immediate slot is free for its heartbeats"))
+                return
+            self._beats.append(beat)
         self.name = hello.name or self.name
         self.can_rotate = CAN_ROTATE in hello.capabilities
         self.feed(core.Greeted())
 
     def _send_attach(self) -> None:
-        assert self.link is not None
-        assert self._beat is not None
         node = self.node
-        node.fabric.state.link_beat(*self._beat, self.link)
-        rank = RankAttach(
-            rank=0,
-            replica=0,
-            groups=list(node.memory.groups),
-            regions=self.regions(),
-            endpoints=[self.endpoint()],
-            context=list(node.memory.context),
-        )
-        self.send(
-            Attach(
-                ranks=[rank],
-                num_signals=node.memory.num_signals,
-                heartbeat_s=node.config.heartbeat_s,
-                lease_s=node.config.lease_s,
+        for beat, link in zip(self._beats, self.open_links, strict=True):
+            node.fabric.state.link_beat(*beat, link)
+        fabric = self.rank_fabric()
+        ranks = [
+            RankAttach(
+                rank=number,
+                groups=list(rank.groups),
+                region_bytes=[region.num_bytes for region in rank.regions],
+                endpoints=fabric[number].endpoints,
+                context=list(rank.context),
             )
-        )
+            for number, rank in enumerate(node.memory.ranks)
+        ]
+        self.send(Attach(ranks=ranks, heartbeat_s=node.config.heartbeat_s, lease_s=node.config.lease_s))
 
-    def regions(self) -> list[Region]:
-        assert self.link is not None
-        return [Region(*region) for region in self.node.fabric.poller.link_regions(self.link)]
+    def rank_fabric(self) -> list[RankFabric]:
+        """Where the peer writes to: an endpoint for each network interface of each rank."""
+        endpoints: list[list[Endpoint]] = [[] for _ in self.node.memory.ranks]
+        for (rank, _), link, beat in zip(self.node.memory.interfaces, self.open_links, self._beats, strict=True):
+            endpoints[rank].append(self._endpoint(link, beat))
+        return [RankFabric(rank=rank, endpoints=own) for rank, own in enumerate(endpoints)]
 
-    def endpoint(self) -> Endpoint:
-        """Where the peer writes to."""
-        assert self.link is not None
-        assert self._beat is not None
+    def _endpoint(self, link: int, beat: tuple[int, int]) -> Endpoint:
         node, poller = self.node, self.node.fabric.poller
-        base, _, key = poller.link_cell(self.link)
+        base, _, key = poller.link_cell(link)
         return Endpoint(
             provider=node.fabric.choice.provider,
-            address=poller.link_address(self.link),
+            address=poller.link_address(link),
+            regions=[Region(base, key) for base, _, key in poller.link_regions(link)],
             window=node.config.window,
-            beat=Beat(base, key, *self._beat),
+            beat=Beat(base, key, *beat),
         )
 
     def _attach(self, attach: Attach) -> None:
@@ -310,8 +322,7 @@ class PeerDriver:
             raise LocalProtocolError(f"Attach in state {self.machine.state!s}")
         try:
             self._check_lease(attach)
-            self.remote = _fitting_rank(attach, self.node.fabric.choice.provider)
-            self._plan(self.remote)
+            self.routes = Routes(self.node.memory, attach.ranks, self.node.fabric.choice.provider)
         except MismatchError as error:
             self.lose(Failure(Reason.layout_mismatch, str(error)))
             return
@@ -328,33 +339,16 @@ class PeerDriver:
             advice = "the lease of each side must outlast two heartbeats of the other"
             raise MismatchError("lease", ours, theirs, advice)
 
-    def _plan(self, remote: RankAttach) -> None:
-        """Everything that does not fit is found here, before any page is given to a request."""
-        ours = self.node.memory
-        check_groups(ours.groups, remote.groups)
-        check_contexts(ours.context, remote.context)
-        check_bounds(remote.groups, remote.context, [region.num_bytes for region in remote.regions])
-        self._plans = [build_templates(*pair) for pair in zip(ours.groups, remote.groups, strict=True)]
-        self._context_plans = [
-            context_template(*pair, ours.num_signals + 1) for pair in zip(ours.context, remote.context, strict=True)
-        ]
-
     def _connect(self) -> None:
-        assert self.link is not None
-        assert self.remote is not None
-        endpoint, poller = self.remote.endpoints[0], self.node.fabric.poller
-        regions = [(region.base, region.num_bytes, region.key) for region in self.remote.regions]
-        window = min(endpoint.window, self.node.config.window)
+        assert self.routes is not None
         try:
-            poller.connect_link(self.link, endpoint.address, regions, window, _beat_target(endpoint.beat))
+            self.routes.connect(self.node.fabric.poller, self.open_links, self.node.config.window)
+        except MismatchError as error:
+            self.lose(Failure(Reason.layout_mismatch, str(error)))
         except (ValueError, OverflowError) as error:
             self.lose(Failure(Reason.protocol, f"{self.name} cannot be connected to: {error}"))
-            return
-        self.templates = [[(self._add(plan), plan) for plan in plans] for plans in self._plans]
-        self.context_templates = [self._add(plan) for plan in self._context_plans]
 
     def _rotation(self, message: Rotate | Rotated | Resume) -> None:
-        assert self.link is not None
         match message:
             case Rotate():
                 self._retarget(message)
@@ -365,56 +359,24 @@ class PeerDriver:
             case Resume():
                 self._held.cancel()
                 self._held = None
-                self.node.fabric.poller.resume_link(self.link)
+                for link in self.open_links:
+                    self.node.fabric.poller.resume_link(link)
 
     def _retarget(self, message: Rotate) -> None:
-        """The peer has another endpoint: our writes go there once it has counted all that went to the old one."""
-        assert self.link is not None
-        provider = self.node.fabric.choice.provider
-        rank = message.ranks[0]
-        if len(message.ranks) != 1 or len(rank.endpoints) != 1 or rank.endpoints[0].provider != provider:
-            raise LocalProtocolError(f"Rotate names other ranks, interfaces or providers than Attach ({provider})")
+        """The peer has other endpoints: our writes go there once it has counted all that went to the old ones."""
+        assert self.routes is not None
+        endpoints = self.routes.moved(message.ranks)
         if self._held is not None:
             self._held.cancel()
         patience_s = 2 * self.node.config.lease_s
         self._held = self.node.loop.call_later(patience_s, self._never_resumed, patience_s)
-        endpoint = rank.endpoints[0]
-        regions = [(region.base, region.num_bytes, region.key) for region in rank.regions]
         try:
-            self.node.fabric.poller.retarget_link(self.link, endpoint.address, regions, _beat_target(endpoint.beat))
+            for interface, link in enumerate(self.open_links):
+                reach = self.routes.reach(interface, endpoints)
+                self.node.fabric.poller.retarget_link(link, reach.targets, reach.regions, reach.beats)
         except (ValueError, OverflowError) as error:
             self.lose(Failure(Reason.protocol, f"{self.name} cannot be moved with: {error}"))
 
     def _never_resumed(self, seconds: float) -> None:
         detail = f"{self.name} has moved to another endpoint, and has not let us go on within {seconds:g} s"
         self.lose(Failure(Reason.timeout, detail))
-
-    def _add(self, plan: Template) -> int:
-        assert self.link is not None
-        return self.node.fabric.poller.add_template(
-            self.link,
-            plan.runs,
-            plan.src_page_bytes,
-            plan.dst_page_bytes,
-            plan.entries,
-            plan.row_bytes,
-            plan.item_bytes,
-        )
-
-
-def _beat_target(beat: Beat) -> tuple[int, int, int]:
-    """Address, key and immediate of a heartbeat."""
-    return beat.base, beat.key, immediate.base(beat.slot, beat.generation)
-
-
-def _fitting_rank(attach: Attach, provider: str) -> RankAttach:
-    if len(attach.ranks) != 1:
-        raise MismatchError("number of ranks", 1, len(attach.ranks), "one rank to one rank is what can be moved so far")
-    rank = attach.ranks[0]
-    if len(rank.endpoints) != 1:
-        raise MismatchError("number of network interfaces", 1, len(rank.endpoints))
-    if rank.endpoints[0].provider != provider:
-        raise MismatchError(
-            "fabric provider", provider, rank.endpoints[0].provider, "set the same `fabric` on both sides"
-        )
-    return rank

@@ -11,7 +11,7 @@ from kvmsgr.core import rotation as core
 from kvmsgr.core.failure import Failure
 from kvmsgr.core.peer import PeerState
 from kvmsgr.fabric import records
-from kvmsgr_protocol import NUM_GENERATIONS, RankFabric, Reason, Rotate, Rotated, immediate
+from kvmsgr_protocol import NUM_GENERATIONS, Reason, Rotate, Rotated, immediate
 
 if TYPE_CHECKING:
     from .node import Node
@@ -61,11 +61,11 @@ class RotationDriver:
         if self._moving.get(peer, self) is not None:
             peer.lose(Failure(Reason.protocol, f"{peer.name} says that it has rotated, and was not asked to"))
             return
-        owed = self._node.rows_owed(peer)
+        owed = self._node.outbox.rows_owed(peer)
         owed |= {immediate.counter_index(posted.slot, posted.generation): posted.rows for posted in message.posted}
         missing: set[int] = set()
         for index, rows in owed.items():
-            if not self._node.is_slot_of(peer, index):
+            if not self._node.outbox.is_slot_of(peer, index):
                 continue  # a request that we have done with: all of it was counted
             landed = self._node.fabric.state.await_slot(*divmod(index, NUM_GENERATIONS), rows)
             if landed > rows:
@@ -104,7 +104,7 @@ class RotationDriver:
 
     def _move(self) -> None:
         log.info("rotating", peers=[peer.name for peer in self._node.peers])
-        self._moving = {peer: None for peer in self._node.peers if peer.failure is None and peer.link is not None}
+        self._moving = {peer: None for peer in self._node.peers if peer.failure is None and peer.open_links}
         lease_s = self._node.config.lease_s
         self._deadline = self._node.loop.call_later(lease_s, self._lose_laggards)
         for peer in list(self._moving):
@@ -116,7 +116,7 @@ class RotationDriver:
         if not peer.can_rotate:
             peer.lose(Failure(Reason.fabric, f"{peer.name} cannot move to another endpoint, and this one is closed"))
             return
-        peer.send(Rotate(ranks=[RankFabric(rank=0, endpoints=[peer.endpoint()], regions=peer.regions())]))
+        peer.send(Rotate(ranks=peer.rank_fabric()))
 
     def _check_counted(self, peer: PeerDriver) -> None:
         if self._moving.get(peer) == set():

@@ -14,14 +14,13 @@ import structlog
 from kvmsgr.core import serve as core
 from kvmsgr.core.failure import Failure
 from kvmsgr.errors import ConfigError, FabricStuckError, LocalProtocolError
-from kvmsgr.layout import PageCursor, page_array
 from kvmsgr_protocol import Accept, Cancel, Dispatch, Drained, Failed, Finished, Message, Reason, Sent
 
 from .answers import declined, failed, log_failure
+from .arrival import Contexts, first_of_each
+from .delivery import Delivery
 
 if TYPE_CHECKING:
-    from kvmsgr.device.cache import Memory
-
     from .node import Node
     from .peer import PeerDriver
 
@@ -55,8 +54,9 @@ class PrefillRequest:
         tokens: The prompt, uint32, shape (num_tokens,); empty where the decoder did not send it.
         payload: Opaque bytes from the decoder's engine.
         trace: Trace context from it.
-        context: Name of each context buffer to the bytes that the engine fills, shape (slot bytes,). Empty when none is
-            wanted, and when the request is over and no step computes it any more.
+        contexts: For each rank, the name of each of its context buffers to the bytes that the engine fills, shape
+            (slot bytes,). Empty when none is wanted, and when the request is over and no step computes it any more.
+        context_slot: The slot these are, in every buffer; -1 where `contexts` is empty.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class PrefillRequest:
         node: Node,
         peer: PeerDriver,
         dispatch: Dispatch,
-        cursors: Sequence[PageCursor],
+        delivery: Delivery,
         tag: int,
         context_slot: int,
     ) -> None:
@@ -76,7 +76,8 @@ class PrefillRequest:
         self.peer = peer
         self.tag = tag
         self.dispatch = dispatch
-        self.cursors = cursors
+        self.delivery = delivery
+        self.ranks: tuple[int, ...] = ()  # of ours, that hold it
         self.context_slot = context_slot
         self.next_position = 0
         self.num_transfers = 0
@@ -106,13 +107,16 @@ class PrefillRequest:
         return self.dispatch.context_slot >= 0
 
     @property
-    def context(self) -> Mapping[str, npt.NDArray[np.uint8]]:
+    def contexts(self) -> Contexts:
+        ranks = self.node.memory.ranks
         if self.context_slot < 0:
             return {}
-        memory = self.node.memory
-        return {
-            layout.name: memory.context_view(index, self.context_slot) for index, layout in enumerate(memory.context)
-        }
+        return {number: rank.context_views(self.context_slot) for number, rank in enumerate(ranks)}
+
+    @property
+    def context(self) -> Mapping[str, npt.NDArray[np.uint8]]:
+        """`contexts` of the first rank that has each buffer."""
+        return first_of_each(self.contexts)
 
     @property
     def offered(self) -> bool:
@@ -124,12 +128,28 @@ class PrefillRequest:
         """Whether the request is over, well or not: chunks of it move nothing any more."""
         return self._machine.state in (core.ServeState.stopping, core.ServeState.ended)
 
-    def accept(self) -> None:
+    def accept(self, ranks: Sequence[int] | None = None) -> None:
         """Take the request: chunks of it may be announced. Does nothing when the request is over already.
 
+        Args:
+            ranks: Those of this messenger's ranks that hold its KV: with data-parallel attention one of them; None:
+                all. What several of them hold alike is sent by one of these, so that all share the load.
+
         Raises:
+            ConfigError: There is no such rank.
+            LayoutMismatchError: These ranks do not hold all that was asked for. The request is still to be answered.
             LocalProtocolError: It was accepted before; likewise of `refuse` and `busy`, where `fail` is meant.
         """
+        known = range(len(self.node.memory.ranks))
+        self.ranks = tuple(known if ranks is None else ranks)
+        if not self.ranks or not set(self.ranks) <= set(known):
+            raise ConfigError(f"ranks are {list(self.ranks)}; needed are some of {list(known)}")
+        if self.offered:
+            for rank in self.ranks:
+                if rank in self.node.lost_ranks:
+                    self.rank_lost(self.node.rank_failure(rank))
+                    return
+            self.delivery.choose(self.ranks, self.node.balance)
         self._answer(core.EngineAccepted())
         self.check_completed()
 
@@ -233,6 +253,10 @@ class PrefillRequest:
     def peer_lost(self, failure: Failure) -> None:
         self._feed(core.PeerEnded(failure))
 
+    def rank_lost(self, failure: Failure) -> None:
+        """A rank that holds it is lost."""
+        self.failed(failure.reason, failure.detail)
+
     def _expire(self) -> None:
         self.failed(Reason.timeout, f"not prefilled within the {self.dispatch.time_allowed_s:g} s allowed")
 
@@ -251,7 +275,7 @@ class PrefillRequest:
         """Show in the state file where the request stands."""
         if self._machine.state is core.ServeState.ended:
             return
-        held = 0 if self._released.done() else sum(cursor.num_sources for cursor in self.cursors)
+        held = 0 if self._released.done() else self.delivery.num_sources
         failure = self._failure
         self.node.ledger.update(
             self.tag,
@@ -301,26 +325,6 @@ class PrefillRequest:
         else:
             posted = self.node.fabric.state.leg_rows_posted(self.tag)
             _resolve(self._outcome, Outcome(False, posted, failure.reason, failure.detail))
-
-
-def page_cursors(memory: Memory, peer: PeerDriver, dispatch: Dispatch) -> list[PageCursor]:
-    """One for each cache group: from our pages to the decoder's.
-
-    Raises:
-        LayoutError: The decoder names pages that it does not have, or one twice.
-    """
-    assert peer.remote is not None
-    spans = dispatch.ranks[0].spans
-    return [
-        PageCursor(
-            dispatch.num_tokens - 1,
-            [(span.first_token, page_array(span.pages)) for span in spans if span.group == index],
-            ours.page_tokens,
-            num_src_pages=ours.num_pages,
-            num_dst_pages=theirs.num_pages,
-        )
-        for index, (ours, theirs) in enumerate(zip(memory.groups, peer.remote.groups, strict=True))
-    ]
 
 
 def _text(reason: object) -> str:

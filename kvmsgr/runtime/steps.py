@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +15,6 @@ from kvmsgr.layout import PageWrites, Template
 from kvmsgr.types import Span
 from kvmsgr_protocol import Reason, immediate
 
-from .pages import page_indices
 from .serve import PrefillRequest
 
 if TYPE_CHECKING:
@@ -49,54 +48,129 @@ class Chunk:
         return self.stop == self.request.num_positions
 
 
-@dataclass(slots=True)
 class _Batch:
-    """What one native call arms."""
+    """What one native call arms; see `Poller.begin_step` for the columns of an order."""
 
-    transfers: list[tuple[int, int, int, int, bool]] = field(default_factory=list)
-    pages: list[npt.NDArray[np.int32]] = field(default_factory=list)
-    page_starts: list[int] = field(default_factory=lambda: [0])
-    edges: list[npt.NDArray[np.uint64]] = field(default_factory=list)
-    edge_starts: list[int] = field(default_factory=lambda: [0])
+    def __init__(self) -> None:
+        self._orders: list[tuple[int, ...]] = []
+        self._pages = [_NO_PAGES]
+        self._edges = [_NO_EDGES]
+        self._num_pages = self._num_edges = 0
 
-    def add(
-        self, transfer: tuple[int, int, int, int, bool], pairs: npt.NDArray[np.int32], edges: npt.NDArray[np.uint64]
-    ) -> None:
-        self.transfers.append(transfer)
-        self.pages.append(pairs)
-        self.page_starts.append(self.page_starts[-1] + len(pairs))
-        self.edges.append(edges)
-        self.edge_starts.append(self.edge_starts[-1] + len(edges))
+    def __len__(self) -> int:
+        return len(self._orders)
+
+    def add_pages(self, pairs: npt.NDArray[np.int32]) -> int:
+        """Returns where they begin. Several orders may share them."""
+        start = self._num_pages
+        self._pages.append(pairs)
+        self._num_pages += len(pairs)
+        return start
+
+    def add_edges(self, edges: npt.NDArray[np.uint64]) -> int:
+        start = self._num_edges
+        self._edges.append(edges)
+        self._num_edges += len(edges)
+        return start
+
+    def add(self, *order: int) -> None:
+        self._orders.append(order)
+
+    def arrays(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.uint64]]:
+        orders = np.array(self._orders, np.int64).reshape(-1, 10)
+        return orders, np.concatenate(self._pages), np.concatenate(self._edges)
 
 
 class Step:
     """One announced forward pass.
 
     Attributes:
-        signal: What the forward does: `signal.start()` before it, `signal.bump()` after each layer.
-        signals_context: Whether one more bump is due after the context buffers were written, because a chunk is its
-            request's last and has context. It holds even if that request ends in the meantime.
-        ticket: Its number on its counter; 0 for a step that moves nothing.
+        signals: What the forward does on each layer counter, one for all ranks or one a rank: `start()` before it,
+            `bump()` after each layer.
+        signals_context: Whether one more bump of each is due after the context buffers were written, because a chunk is
+            its request's last and has context. It holds even if that request ends in the meantime.
+        tickets: Its number on each counter; 0 for a step that moves nothing.
     """
 
-    def __init__(self, node: Node, chunks: Sequence[Chunk], counter: int) -> None:
+    def __init__(self, node: Node, chunks: Sequence[Chunk], stream: int) -> None:
         waits = [chunk for chunk in chunks if not chunk.ready]
+        num_signals = node.memory.num_signals
+        first = stream * len(num_signals)
         self.chunks = waits
-        self.counter = counter
-        self.ticket = 0
-        self.signal = Signal(node.counters[counter], 0)
+        self.counters = range(first, first + len(num_signals))
+        self.tickets = [0] * len(num_signals)
+        self.signals = [Signal(node.counters[counter], 0) for counter in self.counters]
         self.signals_context = any(chunk.last and chunk.request.wants_context for chunk in waits)
-        self.num_bumps = node.memory.num_signals + self.signals_context if waits else 0
+        self._num_bumps = [num + self.signals_context if waits else 0 for num in num_signals]
         self._node = node
         self._marks = [_Mark(chunk) for chunk in waits]
 
-    def armed(self, ticket: int) -> None:
+    @property
+    def parts(self) -> list[tuple[int, int]]:
+        """(counter, bumps) of each counter that it runs on."""
+        return list(zip(self.counters, self._num_bumps, strict=True))
+
+    @property
+    def signal(self) -> Signal:
+        """The one signal, where all ranks share a layer counter.
+
+        Raises:
+            LocalProtocolError: Each rank has its own.
+        """
+        if len(self.signals) > 1:
+            raise LocalProtocolError(f"{len(self.signals)} ranks have a layer counter each: use signals[rank]")
+        return self.signals[0]
+
+    @property
+    def ticket(self) -> int:
+        """Its number, where all ranks share a layer counter."""
+        return self.tickets[0]
+
+    @property
+    def moves(self) -> bool:
+        """Whether its layers release anything."""
+        return bool(self.chunks)
+
+    def num_bumps_of(self, counter: int) -> int:
+        """Bumps that it shows on one of its counters."""
+        return self._num_bumps[counter - self.counters.start]
+
+    def part_of(self, counter: int) -> int:
+        """Which of its signals that is."""
+        return counter - self.counters.start
+
+    @property
+    def _started(self) -> bool:
+        return any(signal.started for signal in self.signals)
+
+    @property
+    def _shown(self) -> bool:
+        """Whether it has shown all it will show."""
+        return all(signal.num_bumps >= num for signal, num in zip(self.signals, self._num_bumps, strict=True))
+
+    # Under the lock
+
+    def armed(self, tickets: Sequence[int]) -> None:
         """The native layer has it."""
-        self.ticket = ticket
-        self.signal = Signal(self._node.counters[self.counter], ticket)
-        self._node.steps[(self.counter, ticket)] = self
+        self.tickets = list(tickets)
+        self.signals = [
+            Signal(self._node.counters[counter], ticket) for counter, ticket in zip(self.counters, tickets, strict=True)
+        ]
+        for key in zip(self.counters, tickets, strict=True):
+            self._node.steps[key] = self
         for chunk in self.chunks:
             chunk.request.num_open_steps += 1
+
+    @property
+    def running(self) -> list[tuple[int, int]]:
+        """(counter, ticket) of each counter on which it is not over."""
+        return [key for key in zip(self.counters, self.tickets, strict=True) if self._node.steps.get(key) is self]
+
+    def forget(self) -> None:
+        """Take it off its counters: what it has not released it never will."""
+        for counter, ticket in self.running:
+            del self._node.steps[counter, ticket]
+            self._node.fabric.poller.abandon(counter, ticket)
 
     def abandon(self) -> None:
         """The forward will not run: nothing of this step is sent, and its chunks may be announced again.
@@ -110,20 +184,20 @@ class Step:
         """
         node = self._node
         with node.lock:
-            if (self.counter, self.ticket) not in node.steps or self.signal.num_bumps >= self.num_bumps:
+            if self._shown or not self.running:
                 return
-            if not self.signal.started:
+            if not self._started:
                 for mark in self._marks:
                     mark.check_newest()
                 for mark in self._marks:
                     mark.restore()
             for chunk in self.chunks:
                 chunk.request.last_armed = False  # what is stopped now must not look complete
-            del node.steps[(self.counter, self.ticket)]
-            node.fabric.poller.abandon(self.counter, self.ticket)
-        if self.signal.started:
-            seen = self.signal.num_bumps
-            detail = f"step {self.ticket} was abandoned after {seen} of {self.num_bumps} layer signals"
+            self.forget()
+        if self._started:
+            shown = zip(self.signals, self._num_bumps, strict=True)
+            seen = ", ".join(f"{signal.num_bumps} of {num}" for signal, num in shown)
+            detail = f"step {self.ticket} was abandoned after {seen} layer signals"
             node.loop.call_soon_threadsafe(self.fail, detail)
         else:
             node.loop.call_soon_threadsafe(self.over)
@@ -151,7 +225,7 @@ class _Mark:
         self._before = request.next_position
         self._last_armed = request.last_armed
         self._after = chunk.stop
-        self._cursors = [cursor.mark() for cursor in request.cursors]
+        self._delivery = request.delivery.mark()
 
     def check_newest(self) -> None:
         request = self._request
@@ -165,14 +239,14 @@ class _Mark:
         request = self._request
         request.next_position = self._before
         request.last_armed = self._last_armed
-        for cursor, mark in zip(request.cursors, self._cursors, strict=True):
-            cursor.restore(mark)
+        request.delivery.restore(self._delivery)
 
 
 def begin_step(node: Node, chunks: Sequence[Chunk], counter: int) -> Step:
     """Announce a step; see `Messenger.begin_step`."""
-    if not 0 <= counter < len(node.counters):
-        raise ConfigError(f"layer counter {counter} does not exist; there are {len(node.counters)}")
+    num_streams = len(node.counters) // len(node.memory.num_signals)
+    if not 0 <= counter < num_streams:
+        raise ConfigError(f"layer counter {counter} does not exist; there are {num_streams}")
     requests = [chunk.request for chunk in chunks]
     if len(set(requests)) < len(requests):
         raise LayoutError("a step has one chunk a request at most; announce pages that are ready by themselves")
@@ -190,23 +264,14 @@ def begin_step(node: Node, chunks: Sequence[Chunk], counter: int) -> Step:
             raise
 
 
-def _arm(node: Node, chunks: Sequence[Chunk], counter: int) -> Step:
-    step, batch = Step(node, chunks, counter), _Batch()
+def _arm(node: Node, chunks: Sequence[Chunk], stream: int) -> Step:
+    step, batch = Step(node, chunks, stream), _Batch()
     for chunk in chunks:
         _advance(node, chunk, batch)
-    if step.num_bumps or batch.transfers:
-        ticket = node.fabric.begin_step(
-            counter,
-            step.num_bumps,
-            batch.transfers,
-            np.concatenate([_NO_PAGES, *batch.pages]),
-            batch.page_starts,
-            np.concatenate([_NO_EDGES, *batch.edges]),
-            batch.edge_starts,
-            int(node.config.step_timeout_s * 1e9),
-        )
-        if step.num_bumps:
-            step.armed(ticket)
+    if step.moves or len(batch):
+        tickets = node.fabric.begin_step(step.parts, *batch.arrays(), int(node.config.step_timeout_s * 1e9))
+        if step.moves:
+            step.armed(tickets)
     if chunks:
         node.loop.call_soon_threadsafe(_announced, chunks)
     return step
@@ -233,33 +298,40 @@ def _advance(node: Node, chunk: Chunk, batch: _Batch) -> None:
             f"starts at {request.next_position} and stops at {request.num_positions} at the latest"
         )
     request.next_position = chunk.stop
-    if request.ended or request.peer.link is None:
+    if request.ended or not request.peer.open_links:
         return  # the engine runs the chunk with the others; nothing of it is wanted any more
     for span in chunk.spans:
-        if not 0 <= span.group < len(request.cursors):
-            raise LayoutError(f"a span names group {span.group}; there are {len(request.cursors)}")
-        request.cursors[span.group].add_source(span.first_token, page_indices(span.pages))
-    transfers = list(_transfers(chunk))
-    request.num_transfers += len(transfers)
+        request.delivery.add_source(span)
+    before = len(batch)
+    _order(chunk, batch)
+    request.num_transfers += len(batch) - before
     request.last_armed = chunk.last
-    imm = immediate.base(request.dispatch.slot, request.dispatch.generation)
-    for template, pairs, edges in transfers:
-        batch.add((request.peer.link, template, imm, request.tag, chunk.ready), pairs, edges)
 
 
-def _transfers(chunk: Chunk) -> Iterator[tuple[int, npt.NDArray[np.int32], npt.NDArray[np.uint64]]]:
-    """(template, page pairs, edges) of each transfer."""
+def _order(chunk: Chunk, batch: _Batch) -> None:
+    """One transfer for each pair of ranks, template and rail; they share the list of pages."""
     request = chunk.request
-    for cursor, templates in zip(request.cursors, request.peer.templates, strict=True):
-        writes = cursor.advance(chunk.stop)
-        if not len(writes.pairs) and not writes.edges:
-            continue
-        for number, template in templates:
-            yield number, writes.pairs, _edges(template, writes)
+    routes, dispatch = request.peer.routes, request.dispatch
+    assert routes is not None
+    how = immediate.base(dispatch.slot, dispatch.generation), request.tag, int(chunk.ready)
+
+    for writes, templates in request.delivery.advance(chunk.stop):
+        first, num = batch.add_pages(writes.pairs), len(writes.pairs)
+        for source, (template, rails) in templates:
+            edges = _edges(template, writes)
+            first_edge = batch.add_edges(edges) if len(edges) else 0
+            turn = request.node.turn()
+            for place, (link, number) in enumerate(rails):  # each takes its share of the pages, one of them the edges
+                share = (place + turn) % len(rails)
+                start, stop = first + num * share // len(rails), first + num * (share + 1) // len(rails)
+                last_edge = first_edge + len(edges) if share == len(rails) - 1 else first_edge
+                if start < stop or first_edge < last_edge:
+                    batch.add(routes.part_of(source), link, number, *how, start, stop, first_edge, last_edge)
     if chunk.last and request.wants_context:
-        slots = np.array([[request.context_slot, request.dispatch.context_slot]], dtype=np.int32)
-        for number in request.peer.context_templates:
-            yield number, slots, _NO_EDGES
+        slot = batch.add_pages(np.array([[request.context_slot, dispatch.context_slot]], dtype=np.int32))
+        for source, (_, rails) in request.delivery.context():
+            for link, number in rails:
+                batch.add(routes.part_of(source), link, number, *how, slot, slot + 1, 0, 0)
 
 
 def _edges(template: Template, writes: PageWrites) -> npt.NDArray[np.uint64]:
