@@ -90,7 +90,7 @@ def memories(draw: st.DrawFn, shape: Shape, num_pages: int) -> Memory:
                 rows[index + offset] += list(of_layer.transpose(1, 0, 2, 3, 4))
         parts.append(part)
     assert end <= len(arena)
-    group, regions = describe_group(parts, " ".join((*axes, "dim")), name="kv")
+    group, regions, _ = describe_group(parts, " ".join((*axes, "dim")), name="kv")
     return Memory(arena, rows, group, regions)
 
 
