@@ -241,10 +241,19 @@ def test_a_recurrent_group_holds_states() -> None:
         describe_group([[dense(4, 4)]], "head dim", name="kv", recurrent=True)
 
 
-def stage(*layers: int, name: str = "kv") -> GroupLayout:
-    """One group with these layers, numbered by itself."""
-    arrays = [dense(4, 4, 4, address=(layer + 1) << 20) for layer in layers]
-    return describe_cache([describe_group([arrays], PAGE_TOKEN_DIM, name=name, layers=layers)])[0][0]
+def rank(*groups: Sequence[int]) -> list[GroupLayout]:
+    """A rank with the layers of each group. Layers of a group whose numbers differ by 100 share a buffer."""
+    return describe_cache(
+        [
+            describe_group(
+                [[dense(4, 4, 4, address=(layer % 100 + 1) << 20) for layer in layers]],
+                PAGE_TOKEN_DIM,
+                name=f"group {index}",
+                layers=layers,
+            )
+            for index, layers in enumerate(groups)
+        ]
+    )[0]
 
 
 def signals(groups: Sequence[GroupLayout]) -> list[list[tuple[int, int]]]:
@@ -252,20 +261,16 @@ def signals(groups: Sequence[GroupLayout]) -> list[list[tuple[int, int]]]:
 
 
 def test_a_shared_counter_counts_the_layers_of_all_ranks() -> None:
-    ranks = [[stage(0, 1), stage(3, name="b")], [stage(2, 5), stage(4, name="b")]]
-    first, second = number_signals(ranks)
+    first, second = number_signals([rank([0, 1], [3]), rank([2, 5], [4])])
     assert signals(first) == [[(0, 1), (1, 2)], [(3, 4)]]
     assert signals(second) == [[(2, 3), (5, 6)], [(4, 5)]]
 
 
-def shared(*layers: int) -> GroupLayout:
-    """Like `stage`, and the first and the last layer share their buffer."""
-    arrays = [dense(4, 4, 4, address=(layer % layers[-1] + 1) << 20) for layer in layers]
-    return describe_cache([describe_group([arrays], PAGE_TOKEN_DIM, name="kv", layers=layers)])[0][0]
-
-
-def test_shared_buffers_and_a_shared_counter_need_ranks_with_equal_layers() -> None:
-    assert number_signals([[shared(0, 1, 2)], [shared(0, 1, 2)]]) == [[shared(0, 1, 2)]] * 2
-    for ranks in ([shared(0, 1, 2), stage(3, 4)], [stage(3, 4), shared(0, 1, 2)], [shared(0, 1, 2), shared(0, 1)]):
-        with pytest.raises(LayoutError, match="rank [01] has layers that share buffers"):
-            number_signals([[group] for group in ranks])
+@pytest.mark.parametrize("other", [[3, 4], [0, 100], [0, 1, 2, 100]])
+def test_shared_buffers_and_a_shared_counter_need_ranks_with_equal_layers(other: list[int]) -> None:
+    sharing = rank([0, 1, 100])
+    assert signals(sharing) == [[(1, 2), (0, 3)]]
+    assert number_signals([sharing, sharing]) == [sharing, sharing]
+    for ranks in ([sharing, rank(other)], [rank(other), sharing]):
+        with pytest.raises(LayoutError, match=r"rank [01] has layers that share buffers"):
+            number_signals(ranks)
