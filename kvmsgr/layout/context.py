@@ -10,7 +10,7 @@ from kvmsgr.errors import LayoutError
 from kvmsgr.layout.match import check_context
 from kvmsgr.layout.regions import RegionRange
 from kvmsgr.layout.rowtable import RowTable
-from kvmsgr.layout.template import Template
+from kvmsgr.layout.template import PageSteps, Template, UnitRuns
 from kvmsgr.types import RawArray
 from kvmsgr_protocol import ContextLayout
 
@@ -81,4 +81,5 @@ def context_template(src: ContextLayout, dst: ContextLayout, signal: int) -> Tem
     offsets = np.arange(src.num_units, dtype=np.int64) * src.unit_bytes
     table = RowTable.build(offsets, offsets, np.zeros_like(offsets), src.unit_bytes)
     entry = (src.region, src.offset_bytes, dst.region, dst.offset_bytes, signal)
-    return Template.build(table, src.slot_stride_bytes, dst.slot_stride_bytes, [entry], src.item_bytes)
+    src_slots, dst_slots = (PageSteps(buffer.slot_stride_bytes, 1, 0) for buffer in (src, dst))
+    return Template.build(UnitRuns(table), src_slots, dst_slots, [entry], src.item_bytes)

@@ -31,8 +31,8 @@ class View:
         return RegionRange(self.array.address, span + self.array.item_bytes)
 
 
-def parse_dims(dims: str, num_parts: int) -> list[str]:
-    """Split `dims` into axis names and check them."""
+def parse_dims(dims: str, num_parts: int, recurrent: bool) -> list[str]:
+    """Split `dims` into axis names and check them. A recurrent group needs no tokens."""
     axes = dims.split()
     unknown = [axis for axis in axes if axis not in AXES]
     if unknown:
@@ -40,7 +40,7 @@ def parse_dims(dims: str, num_parts: int) -> list[str]:
     for axis in axes:
         if axes.count(axis) > 1:
             raise LayoutError(f"dims {dims!r}: axis {axis!r} is named twice")
-    for axis in ("page", "token", "dim"):
+    for axis in ("page", "dim") if recurrent else ("page", "token", "dim"):
         if axis not in axes:
             raise LayoutError(f"dims {dims!r}: axis {axis!r} is missing")
     if axes[-1] != "dim":

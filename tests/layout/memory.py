@@ -90,7 +90,7 @@ def memories(draw: st.DrawFn, shape: Shape, num_pages: int) -> Memory:
                 rows[index + offset] += list(of_layer.transpose(1, 0, 2, 3, 4))
         parts.append(part)
     assert end <= len(arena)
-    group, regions = describe_group(parts, " ".join((*axes, "dim")), name="kv")
+    group, regions, _ = describe_group(parts, " ".join((*axes, "dim")), name="kv")
     return Memory(arena, rows, group, regions)
 
 
@@ -109,10 +109,10 @@ class Wire:
         self.writes = 0
 
     def carry(self, template: Template, pairs: npt.NDArray[np.int32], edges: Sequence[npt.NDArray[np.uint64]]) -> None:
-        """Write the whole pages and the edge runs, for every entry."""
+        """Write the whole units and the edge runs, for every entry."""
         runs = [
-            (src_page * template.src_page_bytes + src, dst_page * template.dst_page_bytes + dst, num_bytes, rows)
-            for src_page, dst_page in pairs.tolist()
+            (template.src_page.offset(src_unit) + src, template.dst_page.offset(dst_unit) + dst, num_bytes, rows)
+            for src_unit, dst_unit in pairs.tolist()
             for src, dst, num_bytes, rows in template.runs.tolist()
         ]
         runs += [tuple(run) for edge in edges for run in edge.tolist()]

@@ -10,7 +10,7 @@ from kvmsgr.layout import check_bounds, describe_context, describe_group
 from kvmsgr.types import RawArray
 
 ARRAY = RawArray(1 << 20, (3, 5, 2, 2, 4, 8), (5 * 256, 256, 128, 64, 16, 2), "float16", 2)
-GROUP, (REGION,) = describe_group([[ARRAY]], "layer page plane head token dim", name="kv")
+GROUP, (REGION,), _ = describe_group([[ARRAY]], "layer page plane head token dim", name="kv")
 CONTEXT, CONTEXT_REGION = describe_context("hidden", RawArray(1 << 24, (4, 16), (64, 4), "float32", 4), region=1)
 BYTES = [REGION.num_bytes, CONTEXT_REGION.num_bytes]
 

@@ -7,13 +7,13 @@ import pytest
 
 from kvmsgr.errors import LayoutError
 from kvmsgr.layout import PageCursor
-from kvmsgr.layout.cursor import Pages
+from kvmsgr.layout.pagetable import Pages
 
 
 def cursor(num_positions: int = 10, spans: list[tuple[int, Pages]] | None = None) -> PageCursor:
     """Pages of 4 tokens, 50 at the source and 100 at the destination."""
     spans = [(0, [90, 91, 92])] if spans is None else spans
-    return PageCursor(num_positions, spans, 4, num_src_pages=50, num_dst_pages=100)
+    return PageCursor(num_positions, spans, 4, 4, num_src_pages=50, num_dst_pages=100)
 
 
 def test_pages_go_out_once_when_they_are_final() -> None:

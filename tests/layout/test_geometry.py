@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from kvmsgr.errors import LayoutError
-from kvmsgr.layout import RegionRange, describe_cache, describe_group
+from kvmsgr.layout import RegionRange, describe_cache, describe_group, number_signals
 from kvmsgr.types import RawArray
-from kvmsgr_protocol import LayerEntry, PlaneLayout
+from kvmsgr_protocol import GroupLayout, LayerEntry, PlaneLayout
 
 
 def dense(*shape: int, address: int = 4096, dtype: str = "bfloat16", item_bytes: int = 2) -> RawArray:
@@ -21,7 +21,7 @@ def dense(*shape: int, address: int = 4096, dtype: str = "bfloat16", item_bytes:
 
 
 def test_one_tensor_with_all_layers() -> None:
-    group, regions = describe_group(
+    group, regions, _ = describe_group(
         [[dense(3, 10, 2, 4, 16, 64)]], "layer page plane head token dim", name="kv", head_start=4, total_heads=8
     )
     assert regions == [RegionRange(4096, 3 * 10 * 2 * 4 * 16 * 128)]
@@ -38,7 +38,7 @@ def test_one_tensor_with_all_layers() -> None:
 
 def test_a_tensor_a_layer_in_any_order_of_address() -> None:
     arrays = [dense(10, 16, 4, 64, address=address) for address in (1 << 30, 1 << 20)]
-    group, regions = describe_group([arrays], "page token head dim", name="kv")
+    group, regions, _ = describe_group([arrays], "page token head dim", name="kv")
     assert regions == [RegionRange(1 << 20, 81920), RegionRange(1 << 30, 81920)]
     assert group.planes == [PlaneLayout(128, 8192, 128, 512)]
     assert group.entries == [LayerEntry(0, 0, 1, 0, 1), LayerEntry(1, 0, 0, 0, 2)]
@@ -46,7 +46,7 @@ def test_a_tensor_a_layer_in_any_order_of_address() -> None:
 
 def test_keys_and_values_apart_may_differ_in_width() -> None:
     keys, values = dense(10, 4, 16, 192, address=1 << 20), dense(10, 4, 16, 128, address=1 << 30)
-    group, _ = describe_group([[keys], [values]], "page head token dim", name="kv")
+    group, _, _ = describe_group([[keys], [values]], "page head token dim", name="kv")
     assert [plane.row_bytes for plane in group.planes] == [384, 256]
     assert group.entries == [LayerEntry(0, 0, 0, 0, 1), LayerEntry(0, 1, 1, 0, 1)]
 
@@ -54,32 +54,32 @@ def test_keys_and_values_apart_may_differ_in_width() -> None:
 def test_views_of_one_tensor_are_one_region() -> None:
     whole = np.zeros((10, 2, 4, 16, 8), np.float16)
     parts = [[RawArray(v.ctypes.data, v.shape, v.strides, "float16", 2)] for v in (whole[:, 0], whole[:, 1])]
-    group, regions = describe_group(parts, "page head token dim", name="kv")
+    group, regions, _ = describe_group(parts, "page head token dim", name="kv")
     assert regions == [RegionRange(whole.ctypes.data, whole.nbytes)]
     assert [entry.offset_bytes for entry in group.entries] == [0, 1024]
 
 
 def test_a_latent_cache_has_one_head_and_one_plane() -> None:
-    group, _ = describe_group([[dense(2, 10, 16, 576)]], "layer page token dim", name="mla")
+    group, _, _ = describe_group([[dense(2, 10, 16, 576)]], "layer page token dim", name="mla")
     assert (group.num_heads, group.total_heads) == (1, 1)
     assert group.planes == [PlaneLayout(1152, 18432, 0, 1152)]
 
 
 def test_strides_of_single_elements_mean_nothing() -> None:
     array = RawArray(4096, (10, 1, 16, 1), (32, 999, 2, 777), "float16", 2)
-    group, _ = describe_group([[array]], "page head token dim", name="kv")
+    group, _, _ = describe_group([[array]], "page head token dim", name="kv")
     assert group.planes == [PlaneLayout(2, 32, 0, 2)]
 
 
 def test_layers_are_final_in_their_global_order() -> None:
     arrays = [dense(10, 16, 64, address=address << 20) for address in (1, 2, 3)]
-    group, _ = describe_group([arrays], "page token dim", name="kv", layers=[7, 2, 5])
+    group, _, _ = describe_group([arrays], "page token dim", name="kv", layers=[7, 2, 5])
     assert [(entry.layer, entry.region, entry.signal) for entry in group.entries] == [(2, 1, 1), (5, 2, 2), (7, 0, 3)]
 
 
 def test_groups_share_regions_and_the_order_of_layers() -> None:
     shared = dense(2, 10, 16, 64, address=1 << 20)
-    window, _ = full = describe_group([[shared]], "layer page token dim", name="full", layers=[1, 3])
+    window, _, _ = full = describe_group([[shared]], "layer page token dim", name="full", layers=[1, 3])
     other = dense(10, 32, 32, address=1 << 20)  # the same memory, cut otherwise
     far = dense(10, 32, 32, address=1 << 10)
     groups, regions = describe_cache(
@@ -96,7 +96,7 @@ def test_groups_share_regions_and_the_order_of_layers() -> None:
 
 def test_regions_that_touch_stay_apart() -> None:
     arrays = [dense(10, 16, 64, address=4096), dense(10, 16, 64, address=4096 + 20480)]
-    _, regions = describe_group([arrays], "page token dim", name="kv")
+    _, regions, _ = describe_group([arrays], "page token dim", name="kv")
     assert regions == [RegionRange(4096, 20480), RegionRange(24576, 20480)]
 
 
@@ -190,7 +190,7 @@ PAGE_TOKEN_DIM = "page token dim"
             "plane page token dim",
             "the stride of axis 'plane' is 8192, that of .* is 4096",
         ),
-        ([[dense(4, 4, 4)] * 2], PAGE_TOKEN_DIM, "share bytes"),
+        ([[dense(4, 4, 4), dense(4, 4, 4, address=4096 + 8)]], PAGE_TOKEN_DIM, "share bytes"),
     ],
 )
 def test_arrays_that_are_no_group_are_refused(parts: Sequence[Sequence[RawArray]], dims: str, message: str) -> None:
@@ -211,3 +211,66 @@ def test_arrays_that_are_no_group_are_refused(parts: Sequence[Sequence[RawArray]
 def test_numbers_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         describe_group([[dense(2, 4, 4, 4)]], "layer page token dim", name="kv", **options)
+
+
+def test_layers_that_share_a_buffer_are_one_entry_that_is_final_with_the_last() -> None:
+    whole, windowed, own = (dense(10, 16, 64, address=address << 20) for address in (1, 2, 3))
+    group = describe_group(
+        [[whole, windowed, own, whole, windowed, whole]], "page token dim", name="kv", layers=[0, 2, 3, 4, 5, 9]
+    )
+    assert group.layers == [0, 2, 3, 4, 5, 9]
+    assert [(entry.layer, entry.region, entry.signal) for entry in group.layout.entries] == [
+        (3, 2, 3),
+        (2, 1, 5),
+        (0, 0, 6),
+    ]
+    other = describe_group([[dense(10, 16, 8, address=4 << 20)] * 2], "page token dim", name="other", layers=[1, 8])
+    (first, second), _ = describe_cache([group, other])
+    assert [(entry.layer, entry.signal) for entry in first.entries] == [(3, 4), (2, 6), (0, 8)]
+    assert [(entry.layer, entry.signal) for entry in second.entries] == [(1, 7)]
+
+
+def test_a_recurrent_group_holds_states() -> None:
+    state = RawArray(4096, (10, 4, 96), (1024, 192, 2), "float16", 2)
+    group, _, _ = describe_group([[state]], "page head dim", name="state", recurrent=True)
+    assert (group.recurrent, group.page_tokens, group.num_heads) == (True, 1, 4)
+    assert group.planes == [PlaneLayout(192, 1024, 192, 0)]
+    with pytest.raises(LayoutError, match="group 'kv': recurrent, with 4 tokens a page; a state has one"):
+        describe_group([[dense(4, 4, 4)]], PAGE_TOKEN_DIM, name="kv", recurrent=True)
+    with pytest.raises(LayoutError, match="axis 'page' is missing"):
+        describe_group([[dense(4, 4)]], "head dim", name="kv", recurrent=True)
+
+
+def rank(*groups: Sequence[int]) -> list[GroupLayout]:
+    """A rank with the layers of each group. Layers of a group whose numbers differ by 100 share a buffer."""
+    return describe_cache(
+        [
+            describe_group(
+                [[dense(4, 4, 4, address=(layer % 100 + 1) << 20) for layer in layers]],
+                PAGE_TOKEN_DIM,
+                name=f"group {index}",
+                layers=layers,
+            )
+            for index, layers in enumerate(groups)
+        ]
+    )[0]
+
+
+def signals(groups: Sequence[GroupLayout]) -> list[list[tuple[int, int]]]:
+    return [[(entry.layer, entry.signal) for entry in group.entries] for group in groups]
+
+
+def test_a_shared_counter_counts_the_layers_of_all_ranks() -> None:
+    first, second = number_signals([rank([0, 1], [3]), rank([2, 5], [4])])
+    assert signals(first) == [[(0, 1), (1, 2)], [(3, 4)]]
+    assert signals(second) == [[(2, 3), (5, 6)], [(4, 5)]]
+
+
+@pytest.mark.parametrize("other", [[3, 4], [0, 100], [0, 1, 2, 100]])
+def test_shared_buffers_and_a_shared_counter_need_ranks_with_equal_layers(other: list[int]) -> None:
+    sharing = rank([0, 1, 100])
+    assert signals(sharing) == [[(1, 2), (0, 3)]]
+    assert number_signals([sharing, sharing]) == [sharing, sharing]
+    for ranks in ([sharing, rank(other)], [rank(other), sharing]):
+        with pytest.raises(LayoutError, match=r"rank [01] has layers that share buffers"):
+            number_signals(ranks)

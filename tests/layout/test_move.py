@@ -70,7 +70,9 @@ def test_runs_move_what_arrays_move(
     loose = mask(dst, [(dst_of[position], position % page_tokens) for position in tail])
     fixed = mask(dst, [(dst_of[position], position % page_tokens) for position in moved])
 
-    cursor = PageCursor(num_tokens - 1, spans, page_tokens, num_src_pages=NUM_PAGES, num_dst_pages=dst.group.num_pages)
+    cursor = PageCursor(
+        num_tokens - 1, spans, page_tokens, page_tokens, num_src_pages=NUM_PAGES, num_dst_pages=dst.group.num_pages
+    )
     templates = build_templates(src.group, dst.group)
     wire = Wire(src, dst)
     start = 0

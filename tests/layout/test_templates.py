@@ -77,7 +77,7 @@ def test_planes_of_different_width_are_two_templates() -> None:
         [RawArray(1 << 20, (10, 16, 192), (6144, 384, 2), "bfloat16", 2)],
         [RawArray(1 << 30, (10, 16, 128), (4096, 256, 2), "bfloat16", 2)],
     )
-    layout, _ = describe_group(arrays, "page token dim", name="kv")
+    layout, _, _ = describe_group(arrays, "page token dim", name="kv")
     templates = build_templates(layout, layout)
     assert [template.runs.tolist() for template in templates] == [[[0, 0, 6144, 16]], [[0, 0, 4096, 16]]]
     assert [template.entries.tolist() for template in templates] == [[[0, 0, 0, 0, 1]], [[1, 0, 1, 0, 1]]]
@@ -87,7 +87,7 @@ def test_values_may_lie_before_keys() -> None:
     whole = [
         RawArray(address, (10, 4, 16, 64), (16384, 2048, 128, 2), "bfloat16", 2) for address in (8192 + 8192, 8192)
     ]
-    layout, _ = describe_group([[array] for array in whole], "page head token dim", name="kv")
+    layout, _, _ = describe_group([[array] for array in whole], "page head token dim", name="kv")
     (template,) = build_templates(layout, layout)
     assert template.runs.tolist() == [[0, 0, 16384, 128]]
     assert template.entries.tolist() == [[0, 0, 0, 0, 1]]
@@ -106,21 +106,21 @@ def plane(address: int, width: int = 64, page: int = 4096) -> list[RawArray]:
 
 def test_planes_with_different_page_strides_are_two_templates() -> None:
     """Page 0 of the values follows that of the keys, page 1 does not."""
-    layout, regions = describe_group([plane(0, page=8192), plane(2048, page=4096)], "page token dim", name="kv")
+    layout, regions, _ = describe_group([plane(0, page=8192), plane(2048, page=4096)], "page token dim", name="kv")
     assert len(regions) == 1
     templates = build_templates(layout, layout)
     assert [template.src_page_bytes for template in templates] == [8192, 4096]
 
 
 def test_planes_of_different_width_in_one_tensor_are_two_templates() -> None:
-    layout, regions = describe_group([plane(0, 48), plane(96, 16)], "page token dim", name="kv")
+    layout, regions, _ = describe_group([plane(0, 48), plane(96, 16)], "page token dim", name="kv")
     assert len(regions) == 1
     templates = build_templates(layout, layout)
     assert [(template.row_bytes, len(template.runs)) for template in templates] == [(96, 16), (32, 16)]
 
 
 def test_planes_in_different_regions_never_join() -> None:
-    layout, _ = describe_group([plane(0), plane(2048)], "page token dim", name="kv")
+    layout, _, _ = describe_group([plane(0), plane(2048)], "page token dim", name="kv")
     assert len(build_templates(layout, layout)[0].entries) == 1
     keys, values = layout.entries
     layout = msgspec.structs.replace(layout, entries=[keys, msgspec.structs.replace(values, region=1)])
@@ -141,7 +141,7 @@ def test_planes_at_changing_distances_are_entries() -> None:
         ]
         for plane in (0, 1)
     ]
-    layout, _ = describe_group(parts, "page head token dim", name="kv")
+    layout, _, _ = describe_group(parts, "page head token dim", name="kv")
     (template,) = build_templates(layout, layout)
     assert len(template.entries) == 4
 
@@ -185,13 +185,10 @@ def changed(**changes: Any) -> GroupLayout:
     [
         (changed(dtype="float16"), "dtype", "bfloat16", "float16"),
         (changed(item_bytes=1), "item_bytes", 2, 1),
-        (group(HND, token=32), "page_tokens", 16, 32),
+        (group(HND, token=24), "page_tokens", 16, 24),
         (changed(total_heads=8), "total_heads", 4, 8),
-        (changed(num_heads=2), "num_heads", 4, 2),
-        (changed(head_start=1, num_heads=3), "head_start", 0, 1),
         (group(HND, plane=1), "number of planes", 2, 1),
         (group(HND, dim=32), "row_bytes", [128, 128], [64, 64]),
-        (group(HND, layers=2), "layers", [0, 1, 2], [0, 1]),
     ],
 )
 def test_what_must_match_is_refused_by_name(theirs: GroupLayout, field: str, ours_seen: Any, theirs_seen: Any) -> None:
@@ -200,6 +197,11 @@ def test_what_must_match_is_refused_by_name(theirs: GroupLayout, field: str, our
             check(group(HND), theirs)
         assert caught.value.field == f"group 'kv': {field}"
         assert (caught.value.ours, caught.value.theirs) == (ours_seen, theirs_seen)
+
+
+def test_groups_of_different_names_have_no_templates() -> None:
+    with pytest.raises(LayoutMismatchError, match="group 'kv': name differs: ours is 'kv', theirs is 'window'"):
+        build_templates(group(HND), changed(name="window"))
 
 
 def test_groups_are_compared_in_their_order() -> None:
