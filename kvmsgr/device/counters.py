@@ -9,21 +9,20 @@ __all__ = ["LayerCounter", "Signal"]
 
 
 class Signal:
-    """What a forward pass does to its layer counter.
+    """What a forward pass does to its layer counter, in this process; one that runs in another process does the same
+    with a `LayerCounter` attached there, and the ticket.
 
     Ticket 0 stands for a forward that moves nothing (decode only, warm-up): same calls, nothing is published.
     """
 
-    __slots__ = ("_counter", "started", "ticket")
+    __slots__ = ("_counter", "ticket")
 
     def __init__(self, counter: LayerCounter, ticket: int) -> None:
         self._counter = counter
         self.ticket = ticket
-        self.started = False
 
     def start(self) -> None:
         """Store the ticket. Call it on the engine's stream right before *every* forward that may bump."""
-        self.started = True
         self._counter.start(self.ticket)
 
     def bump(self) -> None:
@@ -42,9 +41,14 @@ class Signal:
         self._counter.bump()
 
     @property
+    def started(self) -> bool:
+        """Whether the forward has started, wherever it runs."""
+        return self._counter.bumps_of(self.ticket) is not None
+
+    @property
     def num_bumps(self) -> int:
-        """Bumps since `start`; 0 before it, and when another forward has started on the counter since."""
-        return self._counter.bumps if self.started and self._counter.ticket == self.ticket else 0
+        """Bumps since it started; 0 before, and when its place in the ring has been given to another."""
+        return self._counter.bumps_of(self.ticket) or 0
 
     @property
     def address(self) -> int:

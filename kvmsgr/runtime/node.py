@@ -73,7 +73,7 @@ class Node:
             fabric.poller.add_counter(counter)
         self.steps: dict[tuple[int, int], Step] = {}  # by each of its counters and tickets
         self.context_slots = IndexPool(memory.num_context_slots)
-        self.balance = Balance()
+        self.balance = Balance(len(memory.ranks))
         self.lost_ranks: dict[int, str] = {}  # and why
         self.inbox = Inbox(self)
         self.slots = SlotPool(secrets.randbelow(NUM_SLOTS), secrets.randbelow(NUM_GENERATIONS))
