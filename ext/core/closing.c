@@ -7,19 +7,30 @@
 #define LINGER_NS (2 * KV_MS)
 #define CONNECT_LINGER_NS (20 * KV_MS)
 /* Its shm is worse: who reads a connection request of an endpoint that has gone meanwhile follows a null pointer. A peer
-   that was heard reads its queue, and ours was in it; one that was not gets time to, if it runs. */
+   that was heard reads its queue, and ours was in it; one that was not gets time to, if it runs. So does an endpoint
+   that has not taken a first write yet: our request may be in its queue. */
 #define YOUNG_NS (100 * KV_MS)
 
-static uint64_t safe_to_close_ns(struct kv_poller *p, const struct kv_port *o)
+static uint64_t safe_on_shm_ns(const struct kv_link *l)
+{
+    uint64_t at_ns = l->heard_ns ? l->heard_ns + LINGER_NS : l->connected_ns ? l->connected_ns + YOUNG_NS : 0;
+    for (uint32_t i = 0; i < l->num_targets; i++) {
+        uint64_t refused_ns = l->targets[i].refused_ns, young_ns = refused_ns ? refused_ns + YOUNG_NS : 0;
+        at_ns = young_ns > at_ns ? young_ns : at_ns;
+    }
+    return at_ns;
+}
+
+static uint64_t safe_to_close_ns(const struct kv_port *o)
 {
     const struct kv_link *l = o->owner;
     if (kv_port_abandoned(o))
         return 0;
+    if (l && o->nic->fabric.shares_locks)
+        return safe_on_shm_ns(l);
     if (l && l->heard_ns)
         return l->heard_ns + LINGER_NS;
-    if (l && p->fabric.shares_locks)
-        return l->connected_ns ? l->connected_ns + YOUNG_NS : 0;
-    return o->closing_since_ns + (!l || l->lease_until_ns == UINT64_MAX ? LINGER_NS : CONNECT_LINGER_NS);
+    return o->closing_since_ns + (l && kv_link_connected(l) ? CONNECT_LINGER_NS : LINGER_NS);
 }
 
 /* Operations that were posted through o will not complete: a closed shm endpoint reports nothing. */
@@ -105,8 +116,8 @@ void kv_port_begin_closing(struct kv_poller *p, struct kv_port *o)
     o->closing = true;
     o->closing_since_ns = kv_look(p);
     p->num_closing++;
-    if (p->port == o) {
-        p->port = NULL;   /* the next link opens another */
+    if (o->nic->port == o) {
+        o->nic->port = NULL;   /* the next link opens another */
         kv_port_note(p);
     }
     for (uint32_t slot = 0; slot < KV_MAX_LINKS; slot++) {
@@ -138,6 +149,17 @@ static void close_endpoint(struct kv_poller *p, struct kv_port *o)
     p->num_closing--;
 }
 
+/* A port of this number has yet to end, on any interface. */
+static bool number_lives(struct kv_poller *p, uint32_t number)
+{
+    KV_EACH(node, &p->ports) {
+        const struct kv_port *o = KV_OF(node, struct kv_port, in_poller);
+        if (!o->owner && o->number == number && !o->over)
+            return true;
+    }
+    return false;
+}
+
 static void finish(struct kv_poller *p, struct kv_port *o)
 {
     o->over = true;
@@ -154,7 +176,8 @@ static void finish(struct kv_poller *p, struct kv_port *o)
     }
     if (!o->owner) {
         kv_port_note(p);
-        kv_report(p, KV_PORT_CLOSED, o->number, 0, 0);
+        if (!number_lives(p, o->number))
+            kv_report(p, KV_PORT_CLOSED, o->number, 0, 0);
     }
 }
 
@@ -177,7 +200,7 @@ void kv_go_on_closing(struct kv_poller *p)
         struct kv_port *o = KV_OF(node, struct kv_port, in_poller);
         if (!o->closing || o->unclosable || o->over)
             continue;
-        if (!o->closed && p->now_ns >= safe_to_close_ns(p, o) && !still_sends(p, o))
+        if (!o->closed && p->now_ns >= safe_to_close_ns(o) && !still_sends(p, o))
             close_endpoint(p, o);
         if (o->closed && !unread(o))
             finish(p, o);

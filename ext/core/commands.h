@@ -11,9 +11,9 @@ enum kv_command_kind {
     KV_CLOSE_LINK,       /* link: id, value: with a fence */
     KV_RETARGET_LINK,    /* link: id, object: struct kv_retarget, the poller's to free */
     KV_RESUME_LINK,      /* link: id */
-    KV_ROTATE,           /* object: struct kv_port, the poller's from here */
+    KV_ROTATE,           /* object: struct kv_port *[], one a network interface, the poller's from here */
     KV_CLOSE_PORT,       /* value: its number */
-    KV_ARM_STEP,         /* object: struct kv_step */
+    KV_ARM_STEP,         /* object: struct kv_step, with all parts of it */
     KV_ABANDON_STEP,     /* object: struct kv_stream, value: ticket */
     KV_STOP_TAG,         /* link: id, value: tag */
     KV_DISTURB,          /* object: struct kv_disturbance, the poller's to free */

@@ -33,14 +33,19 @@ static void land(struct kv_poller *p, uint32_t imm)
         kv_report(p, KV_SLOT_REACHED, landing.slot_index, landing.slot_rows, 0);
 }
 
+static bool within(uintptr_t at, const void *first, size_t bytes)
+{
+    return first && at >= (uintptr_t)first && at < (uintptr_t)first + bytes;
+}
+
 /* The operation a context names, if it really is one: an error entry may carry anything. */
 static struct kv_op *find_op(struct kv_poller *p, void *context)
 {
     uintptr_t at = (uintptr_t)context;
     for (uint32_t slot = 0; slot < KV_MAX_LINKS; slot++) {
         struct kv_link *l = p->links[slot];
-        uintptr_t first = l ? (uintptr_t)l->ops : 0;
-        if (first && at >= first && at < first + (l->window + 1ul) * sizeof(struct kv_op))
+        if (l && (within(at, l->ops, l->window * sizeof *l->ops) ||
+                  within(at, l->beats, l->num_beats * sizeof *l->beats)))
             return context;
     }
     return NULL;
@@ -51,7 +56,7 @@ static struct kv_link *find_owner(struct kv_poller *p, struct kv_domain *d)
 {
     KV_EACH(node, &p->ports) {
         struct kv_port *o = KV_OF(node, struct kv_port, in_poller);
-        if (o->owner && o->domain == d && d != &p->domain)
+        if (o->owner && o->domain == d && d != &o->nic->domain)
             return o->owner;
     }
     return NULL;

@@ -247,7 +247,7 @@ int kv_region_close(struct kv_domain *d, struct kv_region *r)
     return rc;
 }
 
-int kv_domain_add_source(struct kv_domain *d, char *address, uint64_t bytes)
+int kv_domain_add_source(struct kv_domain *d, char *address, uint64_t bytes, bool registered)
 {
     struct kv_region *larger = realloc(d->sources, (d->num_sources + 1) * sizeof *larger);
     if (!larger)
@@ -255,9 +255,17 @@ int kv_domain_add_source(struct kv_domain *d, char *address, uint64_t bytes)
     d->sources = larger;
     struct kv_region *r = &larger[d->num_sources];
     *r = (struct kv_region){.address = address, .bytes = bytes};
-    int rc = kv_region_open(d, r, FI_WRITE, SOURCE_KEY + d->num_sources);
+    int rc = registered ? kv_region_open(d, r, FI_WRITE, SOURCE_KEY + d->num_sources) : 0;
     d->num_sources += !rc;
+    d->num_registered += !rc && registered;
     return rc;
+}
+
+void kv_domain_drop_source(struct kv_domain *d)
+{
+    struct kv_region *r = &d->sources[--d->num_sources];
+    d->num_registered -= r->mr != NULL;
+    kv_region_close(d, r);
 }
 
 /* ---- endpoints ---- */

@@ -42,9 +42,9 @@ struct kv_domain {
     struct kv_guard *guard;      /* NULL: calls into it are not guarded */
     struct fid_domain *domain;
     struct fid_cq *cq;
-    struct kv_region *sources;   /* what is written from, by index; `beat` is what heartbeats are written from */
-    uint32_t num_sources;
-    struct kv_region beat;
+    struct kv_region *sources;   /* what is written from, by index; without a registration: not from here */
+    uint32_t num_sources, num_registered;
+    struct kv_region beat;       /* what heartbeats are written from */
     struct kv_node in_poller;    /* of the poller's domains, while an endpoint of it is open */
     uint32_t num_ports;
     uint64_t lease_until_ns;     /* no lease of its links ends before */
@@ -95,7 +95,9 @@ static inline void kv_domain_read_on(struct kv_domain *d, unsigned times)
 /* Registers; `access` FI_WRITE for a source, FI_REMOTE_WRITE for a destination. */
 int kv_region_open(struct kv_domain *d, struct kv_region *r, uint64_t access, uint64_t key);
 int kv_region_close(struct kv_domain *d, struct kv_region *r);
-int kv_domain_add_source(struct kv_domain *d, char *address, uint64_t bytes);   /* at most KV_MAX_REGIONS */
+/* The next index; at most KV_MAX_REGIONS. Without a registration it only takes its place. */
+int kv_domain_add_source(struct kv_domain *d, char *address, uint64_t bytes, bool registered);
+void kv_domain_drop_source(struct kv_domain *d);   /* the last one */
 
 int kv_endpoint_open(struct kv_domain *d, struct kv_endpoint *n);
 /* After it nothing lands through the endpoint and it reads nothing. */

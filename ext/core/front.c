@@ -11,20 +11,51 @@
 #define JOIN_WAIT_S 5
 
 /* ---- opening and closing ---- */
-static bool open_fabric(struct kv_poller *p, const struct kv_config *config, struct kv_error *e)
+static bool open_nic(struct kv_nic *n, const struct kv_config *config, const char *address, struct kv_error *e)
 {
     const char *call;
-    if (!kv_fabric_open(&p->fabric, config->provider, config->node, config->cq_entries, e))
+    if (!kv_fabric_open(&n->fabric, config->provider, address, config->cq_entries, e))
         return false;
-    if (!p->fabric.shares_locks || kv_guard_prepare(e)) {
-        int rc = kv_domain_open(&p->domain, &p->fabric, &call);
-        if (!rc)
-            return true;
-        kv_error_call(e, KV_NATIVE, call, -rc, "%s failed for provider %s on %s: %s", call, config->provider,
-                      config->node ? config->node : "this machine", fi_strerror(-rc));
+    if (n->fabric.shares_locks && !kv_guard_prepare(e))
+        return false;
+    int rc = kv_domain_open(&n->domain, &n->fabric, &call);
+    return !rc || kv_error_call(e, KV_NATIVE, call, -rc, "%s failed for provider %s on %s: %s", call, config->provider,
+                                address ? address : "this machine", fi_strerror(-rc));
+}
+
+static void close_nics(struct kv_poller *p)
+{
+    for (uint32_t i = 0; i < p->num_nics; i++) {
+        if (p->nics[i].domain.domain)
+            kv_domain_close(&p->nics[i].domain);
+        kv_fabric_close(&p->nics[i].fabric);
     }
-    kv_fabric_close(&p->fabric);
-    return false;
+    free(p->nics);
+    p->nics = NULL;
+}
+
+static bool same_address(const char *one, const char *other)
+{
+    return one && other ? !strcmp(one, other) : one == other;
+}
+
+static bool open_nics(struct kv_poller *p, const struct kv_config *config, struct kv_error *e)
+{
+    if (!config->num_nics || config->num_nics > KV_MAX_NICS)
+        return kv_error_set(e, KV_INVALID, "%u network interfaces; want 1 to %d", config->num_nics, KV_MAX_NICS);
+    p->nics = calloc(config->num_nics, sizeof *p->nics);
+    if (!p->nics)
+        return kv_error_memory(e);
+    p->num_nics = config->num_nics;
+    for (uint32_t i = 0; i < p->num_nics; i++) {
+        for (uint32_t k = 0; k < i; k++)
+            p->nics[i].again |= same_address(config->nics[i], config->nics[k]);
+        if (open_nic(&p->nics[i], config, config->nics[i], e))
+            continue;
+        close_nics(p);
+        return false;
+    }
+    return true;
 }
 
 struct kv_poller *kv_poller_open(const struct kv_config *config, struct kv_state *state, struct kv_error *e)
@@ -36,7 +67,7 @@ struct kv_poller *kv_poller_open(const struct kv_config *config, struct kv_state
     }
     memset(p, 0, sizeof *p);
     p->config = *config;
-    p->config.provider = p->config.node = NULL;   /* the caller's; not needed later */
+    p->config.provider = NULL, p->config.nics = NULL;   /* the caller's; not needed later */
     p->state = state;
     p->clock = kv_now_ns;
     p->timeouts_checked_ns = kv_look(p);
@@ -50,12 +81,11 @@ struct kv_poller *kv_poller_open(const struct kv_config *config, struct kv_state
         kv_error_call(e, KV_SYSTEM, "eventfd", errno, "cannot make a bell");
         goto undo;
     }
-    if (!open_fabric(p, config, e))
+    if (!open_nics(p, config, e))
         goto undo;
     if (!kv_state_attach(state, &p->commands.bell)) {
         kv_error_set(e, KV_FULL, "a state file serves at most %d pollers", KV_MAX_BELLS);
-        kv_domain_close(&p->domain);
-        kv_fabric_close(&p->fabric);
+        close_nics(p);
         goto undo;
     }
     kv_live(KV_LIVE_POLLERS, 1);
@@ -107,14 +137,13 @@ bool kv_poller_close(struct kv_poller *p)
         return false;
     }
     kv_state_detach(p->state, &p->commands.bell);
-    kv_domain_close(&p->domain);
-    kv_fabric_close(&p->fabric);
     for (uint32_t i = 0; i < p->front.num_templates; i++)
         if (p->front.templates[i])
             kv_template_drop(p->front.templates[i]);
     for (uint32_t i = 0; i < p->front.num_streams; i++)
         kv_stream_free(p->front.streams[i]);
     free(p->front.templates);
+    close_nics(p);
     kv_bell_close(&p->commands.bell);
     kv_live(KV_LIVE_POLLERS, -1);
     atomic_store_explicit(&p->front.joined, true, memory_order_release);
@@ -199,36 +228,54 @@ bool kv_poller_self_test(struct kv_poller *p, struct kv_error *e)
     if (!kv_front_enter(p, e))
         return false;
     kv_front_lock(p);
-    bool ok = !p->front.started ? kv_fabric_self_test(&p->fabric, e)
-                                : kv_error_set(e, KV_CLOSED, "the self-test comes before the first link or step");
+    bool ok = !p->front.started || kv_error_set(e, KV_CLOSED, "the self-test comes before the first link or step");
+    for (uint32_t i = 0; i < p->num_nics && ok; i++)
+        ok = p->nics[i].again || kv_fabric_self_test(&p->nics[i].fabric, e);
     kv_front_unlock(p);
     kv_front_leave(p);
     return ok;
 }
 
-int64_t kv_register(struct kv_poller *p, uint64_t address, uint64_t bytes, struct kv_error *e)
+static void drop_source(struct kv_poller *p, uint32_t num_nics)
+{
+    for (uint32_t i = 0; i < num_nics; i++)
+        kv_domain_drop_source(&p->nics[i].domain);
+}
+
+static int64_t register_locked(struct kv_poller *p, uint64_t address, uint64_t bytes, uint64_t nics, struct kv_error *e)
+{
+    uint32_t index = p->nics->domain.num_sources;   /* every interface has all of them */
+    if (p->front.started) {
+        kv_error_set(e, KV_CLOSED, "regions are registered before the first link or step");
+        return -1;
+    }
+    if (index == KV_MAX_REGIONS || !bytes || address + bytes < address || !nics) {
+        kv_error_set(e, KV_INVALID, "region %u of at most %d: %llu bytes at 0x%llx, on interfaces 0x%llx", index,
+                     KV_MAX_REGIONS, (unsigned long long)bytes, (unsigned long long)address, (unsigned long long)nics);
+        return -1;
+    }
+    for (uint32_t i = 0; i < p->num_nics; i++) {
+        struct kv_nic *n = &p->nics[i];
+        int rc = kv_domain_add_source(&n->domain, (char *)(uintptr_t)address, bytes, nics >> i & 1);
+        if (!rc)
+            continue;
+        drop_source(p, i);
+        kv_error_call(e, KV_NATIVE, "fi_mr_reg", -rc, "cannot register %llu bytes with provider %s: %s",
+                      (unsigned long long)bytes, kv_fabric_provider(&n->fabric), fi_strerror(-rc));
+        return -1;
+    }
+    return index;
+}
+
+int64_t kv_register(struct kv_poller *p, uint64_t address, uint64_t bytes, uint64_t nics, struct kv_error *e)
 {
     if (!kv_front_enter(p, e))
         return -1;
     kv_front_lock(p);
-    uint32_t index = p->domain.num_sources;
-    int64_t result = -1;
-    if (p->front.started) {
-        kv_error_set(e, KV_CLOSED, "regions are registered before the first link or step");
-    } else if (index == KV_MAX_REGIONS || !bytes || address + bytes < address) {
-        kv_error_set(e, KV_INVALID, "region %u of at most %d: %llu bytes at 0x%llx", index, KV_MAX_REGIONS,
-                     (unsigned long long)bytes, (unsigned long long)address);
-    } else {
-        int rc = kv_domain_add_source(&p->domain, (char *)(uintptr_t)address, bytes);
-        if (rc)
-            kv_error_call(e, KV_NATIVE, "fi_mr_reg", -rc, "cannot register %llu bytes with provider %s: %s",
-                          (unsigned long long)bytes, kv_fabric_provider(&p->fabric), fi_strerror(-rc));
-        else
-            result = index;
-    }
+    int64_t index = register_locked(p, address, bytes, nics, e);
     kv_front_unlock(p);
     kv_front_leave(p);
-    return result;
+    return index;
 }
 
 int64_t kv_add_stream(struct kv_poller *p, struct kv_layer_counter *c, struct kv_error *e)

@@ -22,10 +22,16 @@ static struct kv_link *find_opened_locked(struct kv_poller *p, uint32_t id, stru
     return NULL;
 }
 
-static int64_t open_link_locked(struct kv_poller *p, const uint64_t *keys, uint32_t num_keys, struct kv_error *e)
+static int64_t open_link_locked(struct kv_poller *p, uint32_t nic, const uint64_t *keys, uint32_t num_keys,
+                                struct kv_error *e)
 {
-    if (num_keys != p->domain.num_sources + 1) {
-        kv_error_set(e, KV_INVALID, "%u keys for %u regions and a cell", num_keys, p->domain.num_sources);
+    if (nic >= p->num_nics) {
+        kv_error_set(e, KV_INVALID, "interface %u of %u", nic, p->num_nics);
+        return -1;
+    }
+    uint32_t num_regions = p->nics[nic].domain.num_registered;
+    if (num_keys != num_regions + 1) {
+        kv_error_set(e, KV_INVALID, "%u keys for %u regions and a cell", num_keys, num_regions);
         return -1;
     }
     uint32_t slot = 0;
@@ -36,7 +42,7 @@ static int64_t open_link_locked(struct kv_poller *p, const uint64_t *keys, uint3
         return -1;
     }
     uint32_t id = (++p->front.links_made << KV_LINK_SLOT_BITS) | slot;
-    struct kv_link *l = kv_link_new(id, p->domain.sources, keys, p->domain.num_sources, (char *)&p->cells[slot]);
+    struct kv_link *l = kv_link_new(id, &p->nics[nic], keys, (char *)&p->cells[slot]);
     if (!l) {
         kv_error_memory(e);
         return -1;
@@ -50,12 +56,12 @@ static int64_t open_link_locked(struct kv_poller *p, const uint64_t *keys, uint3
     return id;
 }
 
-int64_t kv_open_link(struct kv_poller *p, const uint64_t *keys, uint32_t num_keys, struct kv_error *e)
+int64_t kv_open_link(struct kv_poller *p, uint32_t nic, const uint64_t *keys, uint32_t num_keys, struct kv_error *e)
 {
     if (!kv_front_enter(p, e))
         return -1;
     kv_front_lock(p);
-    int64_t id = open_link_locked(p, keys, num_keys, e);
+    int64_t id = open_link_locked(p, nic, keys, num_keys, e);
     kv_front_unlock(p);
     kv_front_leave(p);
     return id;
@@ -85,9 +91,11 @@ int64_t kv_link_name(struct kv_poller *p, uint32_t id, uint8_t name[KV_NAME_BYTE
     return bytes;
 }
 
-static struct kv_remote_region as_seen(struct kv_poller *p, const struct kv_region *r, uint64_t key)
+/* By a peer. */
+static struct kv_remote_region as_seen(const struct kv_nic *nic, const void *address, uint64_t bytes, uint64_t key)
 {
-    return (struct kv_remote_region){p->fabric.virtual_addresses ? (uintptr_t)r->address : 0, r->bytes, key};
+    uint64_t base = nic->fabric.virtual_addresses ? (uintptr_t)address : 0;
+    return (struct kv_remote_region){.base = base, .bytes = bytes, .key = key};
 }
 
 int64_t kv_link_regions(struct kv_poller *p, uint32_t id, struct kv_remote_region *out, struct kv_error *e)
@@ -99,7 +107,7 @@ int64_t kv_link_regions(struct kv_poller *p, uint32_t id, struct kv_remote_regio
     struct kv_port *port = l ? tell(l) : NULL;
     int64_t num = port ? (int64_t)port->num_regions : -1;
     for (int64_t i = 0; i < num; i++)
-        out[i] = as_seen(p, &port->regions[i], port->keys[i]);
+        out[i] = as_seen(l->nic, port->regions[i].address, port->regions[i].bytes, port->keys[i]);
     kv_front_unlock(p);
     kv_front_leave(p);
     return num;
@@ -112,16 +120,14 @@ bool kv_link_cell(struct kv_poller *p, uint32_t id, struct kv_remote_region *out
     kv_front_lock(p);
     struct kv_link *l = find_opened_locked(p, id, e);
     if (l)
-        *out = (struct kv_remote_region){   /* the same through every port */
-            p->fabric.virtual_addresses ? (uintptr_t)&p->cells[kv_link_slot(id)] : 0, KV_CELL_BYTES, l->cell.key};
+        *out = as_seen(l->nic, &p->cells[kv_link_slot(id)], KV_CELL_BYTES, l->cell.key);   /* through every port */
     kv_front_unlock(p);
     kv_front_leave(p);
     return l;
 }
 
-bool kv_connect_link(struct kv_poller *p, uint32_t id, const void *name, size_t name_bytes,
-                     const struct kv_remote_region *regions, uint32_t num_regions, uint32_t window,
-                     const struct kv_remote_cell *cell, struct kv_error *e)
+bool kv_connect_link(struct kv_poller *p, uint32_t id, const struct kv_remote *peer, uint32_t window,
+                     struct kv_error *e)
 {
     if (!kv_front_enter(p, e))
         return false;
@@ -130,7 +136,7 @@ bool kv_connect_link(struct kv_poller *p, uint32_t id, const void *name, size_t 
     bool ok = l;
     if (l && l->connected)
         ok = kv_error_set(e, KV_CLOSED, "link %u is connected already", id);
-    ok = ok && kv_link_set_remote(l, name, name_bytes, regions, num_regions, window, cell, e) &&
+    ok = ok && kv_link_set_remote(l, peer, window, e) &&
          kv_front_submit(p, (struct kv_command){.kind = KV_CONNECT_LINK, .link = id}, e);
     kv_front_unlock(p);
     kv_front_leave(p);
@@ -170,21 +176,25 @@ static bool room_from(int64_t region, int64_t base, uint32_t num_regions, uint64
     return true;
 }
 
-static bool fill_entry(struct kv_poller *p, struct kv_link *l, const struct kv_entry_spec *spec, uint32_t index,
-                       struct kv_entry *n, struct kv_error *e)
+static bool fill_entry(struct kv_link *l, const struct kv_entry_spec *spec, uint32_t index, struct kv_entry *n,
+                       struct kv_error *e)
 {
-    bool src_known = spec->src_region >= 0 && spec->src_region < p->domain.num_sources;
+    const struct kv_domain *d = &l->nic->domain;
+    bool src_known = spec->src_region >= 0 && spec->src_region < d->num_sources;
     bool dst_known = spec->dst_region >= 0 && spec->dst_region < l->num_remote_regions;
-    const struct kv_region *src = src_known ? &p->domain.sources[spec->src_region] : NULL;
+    const struct kv_region *src = src_known ? &d->sources[spec->src_region] : NULL;
     const struct kv_remote_region *dst = dst_known ? &l->remote_regions[spec->dst_region] : NULL;
     if (spec->signal < 0 || spec->signal > KV_MAX_BUMPS || !src || !dst ||
-        !room_from(spec->src_region, spec->src_base, p->domain.num_sources, src->bytes, &n->src_room) ||
+        !room_from(spec->src_region, spec->src_base, d->num_sources, src->bytes, &n->src_room) ||
         !room_from(spec->dst_region, spec->dst_base, l->num_remote_regions, dst->bytes, &n->dst_room))
         return kv_error_set(e, KV_INVALID, "entry %u: no such place: source region %lld at %lld of %u regions, "
                             "destination region %lld at %lld of %u regions, signal %lld",
                             index, (long long)spec->src_region,
-                            (long long)spec->src_base, p->domain.num_sources, (long long)spec->dst_region,
+                            (long long)spec->src_base, d->num_sources, (long long)spec->dst_region,
                             (long long)spec->dst_base, l->num_remote_regions, (long long)spec->signal);
+    if (!src->mr)
+        return kv_error_set(e, KV_INVALID, "entry %u: source region %lld is not registered on the interface of link %u",
+                            index, (long long)spec->src_region, l->id);
     n->src = src->address + spec->src_base;
     n->dst = dst->base + (uint64_t)spec->dst_base;
     n->src_region = (uint32_t)spec->src_region, n->dst_region = (uint32_t)spec->dst_region;
@@ -225,12 +235,12 @@ static int64_t add_template_locked(struct kv_poller *p, uint32_t link, const str
     bool ok = place >= 0 || kv_error_memory(e);
     if (ok) {
         t->link = link;
-        t->src_page_bytes = spec->src_page_bytes, t->dst_page_bytes = spec->dst_page_bytes;
+        t->src_page = spec->src_page, t->dst_page = spec->dst_page;
         t->row_bytes = spec->row_bytes, t->item_bytes = spec->item_bytes;
         if (spec->num_runs)
             memcpy(t->runs, spec->runs, spec->num_runs * sizeof *t->runs);
         for (uint32_t i = 0; i < spec->num_entries && ok; i++)
-            ok = fill_entry(p, l, &spec->entries[i], i, &t->entries[i], e);
+            ok = fill_entry(l, &spec->entries[i], i, &t->entries[i], e);
         ok = ok && kv_template_check(t, e);
     }
     if (ok)

@@ -3,13 +3,17 @@
 #include <stdlib.h>
 #include <string.h>
 
-static bool may_rotate(struct kv_poller *p, uint32_t num_keys, struct kv_error *e)
+static bool may_rotate(struct kv_poller *p, const struct kv_keys *keys, uint32_t num_lists, struct kv_error *e)
 {
     uint32_t older = atomic_load(&p->port_older);
     if (!p->config.shared_endpoint)
         return kv_error_set(e, KV_CLOSED, "each link has a port of its own: open the poller with a shared endpoint");
-    if (num_keys != p->domain.num_sources)
-        return kv_error_set(e, KV_INVALID, "%u keys for %u regions", num_keys, p->domain.num_sources);
+    if (num_lists != p->num_nics)
+        return kv_error_set(e, KV_INVALID, "%u lists of keys for %u interfaces", num_lists, p->num_nics);
+    for (uint32_t i = 0; i < num_lists; i++)
+        if (keys[i].num != p->nics[i].domain.num_registered)
+            return kv_error_set(e, KV_INVALID, "%u keys for %u regions of interface %u", keys[i].num,
+                                p->nics[i].domain.num_registered, i);
     if (older)
         return kv_error_set(e, KV_CLOSED, "port %u is still open: it is closed before another one is opened", older);
     if (atomic_load(&p->rotating))
@@ -17,27 +21,39 @@ static bool may_rotate(struct kv_poller *p, uint32_t num_keys, struct kv_error *
     return true;
 }
 
-static bool rotate_locked(struct kv_poller *p, const uint64_t *keys, uint32_t num_keys, struct kv_error *e)
+static void free_ports(struct kv_poller *p, struct kv_port **ports)
 {
-    if (!may_rotate(p, num_keys, e) || !kv_front_start(p, e))
+    for (uint32_t i = 0; i < p->num_nics && ports && ports[i]; i++)
+        kv_port_free(ports[i]);
+    free(ports);
+}
+
+static bool rotate_locked(struct kv_poller *p, const struct kv_keys *keys, uint32_t num_lists, struct kv_error *e)
+{
+    if (!may_rotate(p, keys, num_lists, e) || !kv_front_start(p, e))
         return false;
-    struct kv_port *o = kv_port_new(p->domain.sources, keys, num_keys);
-    if (!o)
+    struct kv_port **ports = calloc(p->num_nics, sizeof *ports);
+    bool made = ports;
+    for (uint32_t i = 0; i < p->num_nics && made; i++)
+        made = (ports[i] = kv_port_new(&p->nics[i], keys[i].keys));
+    if (!made) {
+        free_ports(p, ports);
         return kv_error_memory(e);
+    }
     atomic_store(&p->rotating, true);
-    if (kv_front_submit(p, (struct kv_command){.kind = KV_ROTATE, .object = o}, e))
+    if (kv_front_submit(p, (struct kv_command){.kind = KV_ROTATE, .object = ports}, e))
         return true;
     atomic_store(&p->rotating, false);
-    kv_port_free(o);
+    free_ports(p, ports);
     return false;
 }
 
-bool kv_rotate_port(struct kv_poller *p, const uint64_t *keys, uint32_t num_keys, struct kv_error *e)
+bool kv_rotate_port(struct kv_poller *p, const struct kv_keys *keys, uint32_t num_lists, struct kv_error *e)
 {
     if (!kv_front_enter(p, e))
         return false;
     kv_front_lock(p);
-    bool ok = rotate_locked(p, keys, num_keys, e);
+    bool ok = rotate_locked(p, keys, num_lists, e);
     kv_front_unlock(p);
     kv_front_leave(p);
     return ok;
@@ -60,54 +76,75 @@ bool kv_close_port(struct kv_poller *p, uint32_t number, struct kv_error *e)
     return ok;
 }
 
-static bool same_places(const struct kv_link *l, const struct kv_remote_region *regions, uint32_t num_regions,
-                        struct kv_error *e)
+static bool same_regions(const struct kv_link *l, const struct kv_remote *peer, struct kv_error *e)
 {
-    if (num_regions != l->num_remote_regions)
-        return kv_error_set(e, KV_INVALID, "%u regions of the peer were %u before", num_regions, l->num_remote_regions);
-    for (uint32_t i = 0; i < num_regions; i++) {
-        const struct kv_remote_region *was = &l->remote_regions[i], *is = &regions[i];
-        if (is->base != was->base || is->bytes != was->bytes)
-            return kv_error_set(e, KV_INVALID, "region %u of the peer has %llu bytes at 0x%llx and had %llu at 0x%llx: "
-                                "only its key may change", i, (unsigned long long)is->bytes,
-                                (unsigned long long)is->base, (unsigned long long)was->bytes,
-                                (unsigned long long)was->base);
+    if (peer->num_regions != l->num_remote_regions)
+        return kv_error_set(e, KV_INVALID, "%u regions of the peer were %u before", peer->num_regions,
+                            l->num_remote_regions);
+    for (uint32_t i = 0; i < peer->num_regions; i++) {
+        const struct kv_remote_region *was = &l->remote_regions[i], *is = &peer->regions[i];
+        if (is->base != was->base || is->bytes != was->bytes || is->target != was->target)
+            return kv_error_set(e, KV_INVALID, "region %u of the peer has %llu bytes at 0x%llx by target %u, and had "
+                                "%llu at 0x%llx by %u: only its key may change", i, (unsigned long long)is->bytes,
+                                (unsigned long long)is->base, is->target, (unsigned long long)was->bytes,
+                                (unsigned long long)was->base, was->target);
     }
     return true;
 }
 
-static bool retarget_locked(struct kv_poller *p, uint32_t id, const void *name, size_t name_bytes,
-                            const struct kv_remote_region *regions, uint32_t num_regions,
-                            const struct kv_remote_cell *cell, struct kv_error *e)
+static bool same_shape(const struct kv_link *l, const struct kv_remote *peer, struct kv_error *e)
+{
+    if (peer->num_names != l->num_targets || peer->num_cells != l->num_beats)
+        return kv_error_set(e, KV_INVALID, "%u targets and %u heartbeats of the peer were %u and %u before",
+                            peer->num_names, peer->num_cells, l->num_targets, l->num_beats);
+    for (uint32_t i = 0; i < peer->num_cells; i++)
+        if (peer->cells[i].target != l->beats[i].cell.target)
+            return kv_error_set(e, KV_INVALID, "heartbeats %u of the peer go to target %u and went to %u", i,
+                                peer->cells[i].target, l->beats[i].cell.target);
+    return same_regions(l, peer, e);
+}
+
+static struct kv_retarget *copy_remote(const struct kv_remote *peer)
+{
+    struct kv_retarget *to = calloc(1, sizeof *to + peer->num_names * sizeof *to->names +
+                                           peer->num_regions * sizeof *to->keys + peer->num_cells * sizeof *to->cells);
+    if (!to)
+        return NULL;
+    to->keys = (void *)(to->names + peer->num_names);
+    to->cells = (void *)(to->keys + peer->num_regions);
+    for (uint32_t i = 0; i < peer->num_names; i++)
+        memcpy(to->names[i], peer->names[i].bytes, peer->names[i].num_bytes);
+    for (uint32_t i = 0; i < peer->num_regions; i++)
+        to->keys[i] = peer->regions[i].key;
+    for (uint32_t i = 0; i < peer->num_cells; i++)
+        to->cells[i] = peer->cells[i];
+    return to;
+}
+
+static bool retarget_locked(struct kv_poller *p, uint32_t id, const struct kv_remote *peer, struct kv_error *e)
 {
     struct kv_link *l = kv_front_find(p, id, e);
     if (!l)
         return false;
     if (!l->connected)
         return kv_error_set(e, KV_CLOSED, "link %u is not connected: there is nothing to point elsewhere", id);
-    if (!same_places(l, regions, num_regions, e) || !kv_link_check_remote(name_bytes, cell, e))
+    if (!kv_link_check_remote(peer, e) || !same_shape(l, peer, e))
         return false;
-    struct kv_retarget *to = calloc(1, sizeof *to + num_regions * sizeof *to->keys);
+    struct kv_retarget *to = copy_remote(peer);
     if (!to)
         return kv_error_memory(e);
-    memcpy(to->name, name, name_bytes);
-    to->cell = *cell;
-    for (uint32_t i = 0; i < num_regions; i++)
-        to->keys[i] = regions[i].key;
     if (kv_front_submit(p, (struct kv_command){.kind = KV_RETARGET_LINK, .link = id, .object = to}, e))
         return true;
     free(to);
     return false;
 }
 
-bool kv_retarget_link(struct kv_poller *p, uint32_t id, const void *name, size_t name_bytes,
-                      const struct kv_remote_region *regions, uint32_t num_regions, const struct kv_remote_cell *cell,
-                      struct kv_error *e)
+bool kv_retarget_link(struct kv_poller *p, uint32_t id, const struct kv_remote *peer, struct kv_error *e)
 {
     if (!kv_front_enter(p, e))
         return false;
     kv_front_lock(p);
-    bool ok = retarget_locked(p, id, name, name_bytes, regions, num_regions, cell, e);
+    bool ok = retarget_locked(p, id, peer, e);
     kv_front_unlock(p);
     kv_front_leave(p);
     return ok;

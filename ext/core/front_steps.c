@@ -39,57 +39,105 @@ static struct kv_transfer *make_transfer(struct kv_poller *p, const struct kv_or
     return x;
 }
 
-static uint64_t begin_step(struct kv_poller *p, uint32_t index, uint32_t num_bumps, const struct kv_order *orders,
-                           size_t num_orders, uint64_t deadline_ns, struct kv_error *e)
+/* A step as it is made: each part with its transfers. */
+struct making {
+    uint32_t num_parts;
+    const struct kv_part *parts;
+    struct kv_stream *streams[KV_MAX_STREAMS];
+    struct kv_step *steps[KV_MAX_STREAMS];
+};
+
+static bool find_streams(struct kv_poller *p, struct making *m, struct kv_error *e)
 {
-    kv_front_lock(p);
-    struct kv_stream *stream = index < p->front.num_streams ? p->front.streams[index] : NULL;
-    bool started = kv_front_start(p, e);
-    kv_front_unlock(p);
-    if (!started)
-        return 0;
-    if (!stream || num_bumps > KV_MAX_BUMPS) {
-        kv_error_set(e, KV_INVALID, "layer counter %u of %u, %u bumps", index, p->front.num_streams, num_bumps);
-        return 0;
+    uint64_t taken = 0;
+    for (uint32_t i = 0; i < m->num_parts; i++) {
+        uint32_t index = m->parts[i].stream, num_bumps = m->parts[i].num_bumps;
+        if (index >= p->front.num_streams || num_bumps > KV_MAX_BUMPS)
+            return kv_error_set(e, KV_INVALID, "layer counter %u of %u, %u bumps", index, p->front.num_streams,
+                                num_bumps);
+        if (taken >> index & 1)
+            return kv_error_set(e, KV_INVALID, "layer counter %u has two parts of one step", index);
+        taken |= 1ull << index;
+        m->streams[i] = p->front.streams[index];
     }
-    struct kv_step *s = kv_step_new(stream, num_bumps, kv_now_ns() + deadline_ns);
-    if (!s) {
-        kv_error_memory(e);
-        return 0;
-    }
-    for (size_t i = 0; i < num_orders; i++) {
-        struct kv_transfer *x = make_transfer(p, &orders[i], i, num_bumps, e);
-        if (!x)
-            goto undo;
-        kv_list_append(&s->transfers, &x->in_step);
-    }
-    if (!kv_commands_reserve(&p->commands)) {
-        kv_error_set(e, KV_FULL, "%u commands wait for the poller", KV_COMMANDS);
-        goto undo;
-    }
-    uint64_t ticket = kv_stream_claim(stream);
-    if (!ticket) {
-        kv_commands_unreserve(&p->commands);
-        kv_error_set(e, KV_FULL, "%u steps of layer counter %u are outstanding, one a ring slot",
-                     stream->counter->num_slots, index);
-        goto undo;
-    }
-    s->ticket = ticket;
-    kv_commands_push(&p->commands, (struct kv_command){.kind = KV_ARM_STEP, .object = s});
-    return ticket;   /* the step is the poller's, and may be gone already */
-undo:
-    kv_step_free(s);
-    return 0;
+    return true;
 }
 
-uint64_t kv_begin_step(struct kv_poller *p, uint32_t stream, uint32_t num_bumps, const struct kv_order *orders,
-                       size_t num_orders, uint64_t deadline_ns, struct kv_error *e)
+static bool fill(struct kv_poller *p, struct making *m, const struct kv_order *orders, size_t num_orders,
+                 uint64_t deadline_ns, struct kv_error *e)
 {
+    for (uint32_t i = 0; i < m->num_parts; i++)
+        if (!(m->steps[i] = kv_step_new(m->streams[i], m->parts[i].num_bumps, deadline_ns)))
+            return kv_error_memory(e);
+    for (size_t i = 0; i < num_orders; i++) {
+        uint32_t part = orders[i].part;
+        if (part >= m->num_parts)
+            return kv_error_set(e, KV_INVALID, "transfer %zu: part %u of a step of %u", i, part, m->num_parts);
+        struct kv_transfer *x = make_transfer(p, &orders[i], i, m->parts[part].num_bumps, e);
+        if (!x)
+            return false;
+        kv_list_append(&m->steps[part]->transfers, &x->in_step);
+    }
+    return true;
+}
+
+/* Takes a ticket for every part, or none. */
+static bool claim(struct making *m, struct kv_error *e)
+{
+    for (uint32_t i = 0; i < m->num_parts; i++) {
+        if ((m->steps[i]->ticket = kv_stream_claim(m->streams[i])))
+            continue;
+        kv_error_set(e, KV_FULL, "%u steps of layer counter %u are outstanding, one a ring slot",
+                     m->streams[i]->num_slots, m->streams[i]->index);
+        while (i--)
+            kv_stream_unclaim(m->streams[i], m->steps[i]->ticket);
+        return false;
+    }
+    return true;
+}
+
+static bool reserve_and_claim(struct kv_poller *p, struct making *m, struct kv_error *e)
+{
+    if (!kv_commands_reserve(&p->commands))
+        return kv_error_set(e, KV_FULL, "%u commands wait for the poller", KV_COMMANDS);
+    if (claim(m, e))
+        return true;
+    kv_commands_unreserve(&p->commands);
+    return false;
+}
+
+static bool begin_step(struct kv_poller *p, struct making *m, const struct kv_order *orders, size_t num_orders,
+                       uint64_t deadline_ns, uint64_t *tickets, struct kv_error *e)
+{
+    if (!m->num_parts || m->num_parts > KV_MAX_STREAMS)
+        return kv_error_set(e, KV_INVALID, "a step on %u layer counters; want 1 to %d", m->num_parts, KV_MAX_STREAMS);
+    kv_front_lock(p);
+    bool ok = kv_front_start(p, e) && find_streams(p, m, e);
+    kv_front_unlock(p);
+    if (!ok)
+        return false;
+    if (!fill(p, m, orders, num_orders, kv_now_ns() + deadline_ns, e) || !reserve_and_claim(p, m, e)) {
+        for (uint32_t i = 0; i < m->num_parts && m->steps[i]; i++)
+            kv_step_free(m->steps[i]);
+        return false;
+    }
+    for (uint32_t i = 0; i < m->num_parts; i++) {
+        tickets[i] = m->steps[i]->ticket;
+        m->steps[i]->next_part = i + 1 < m->num_parts ? m->steps[i + 1] : NULL;
+    }
+    kv_commands_push(&p->commands, (struct kv_command){.kind = KV_ARM_STEP, .object = m->steps[0]});
+    return true;   /* the steps are the poller's, and may be gone already */
+}
+
+bool kv_begin_step(struct kv_poller *p, const struct kv_part *parts, uint32_t num_parts, const struct kv_order *orders,
+                   size_t num_orders, uint64_t deadline_ns, uint64_t *tickets, struct kv_error *e)
+{
+    struct making m = {.num_parts = num_parts, .parts = parts};
     if (!kv_front_enter(p, e))
-        return 0;
-    uint64_t ticket = begin_step(p, stream, num_bumps, orders, num_orders, deadline_ns, e);
+        return false;
+    bool ok = begin_step(p, &m, orders, num_orders, deadline_ns, tickets, e);
     kv_front_leave(p);
-    return ticket;
+    return ok;
 }
 
 bool kv_abandon(struct kv_poller *p, uint32_t index, uint64_t ticket, struct kv_error *e)

@@ -1,5 +1,5 @@
-/* Heartbeats and leases. Every connected link writes 8 bytes with an immediate to a cell of its peer, now and then, and
-   fails when nothing of the kind has landed here for the time of a lease.
+/* Heartbeats and leases. Every connected link writes 8 bytes with an immediate to some cells of its peer, now and then,
+   and fails when nothing of the kind has landed here for the time of a lease.
 
    A lease is judged by a fresh clock before every write and every read of a completion queue. So a process that was
    stopped believes no heartbeat that was queued meanwhile, and posts at most the one write it was about to make.
@@ -55,7 +55,7 @@ void kv_lease_begin(struct kv_poller *p, struct kv_link *l)
     l->lease_until_ns = l->connected_ns + (first_ns > p->config.lease_ns ? first_ns : p->config.lease_ns);
     if (l->lease_until_ns < d->lease_until_ns)
         d->lease_until_ns = l->lease_until_ns;
-    kv_beat_to(p, l, &l->remote_cell);
+    kv_beat_to(p, l, NULL);
 }
 
 static void renew(struct kv_poller *p, struct kv_link *l)
@@ -69,7 +69,7 @@ static void renew(struct kv_poller *p, struct kv_link *l)
 void kv_link_heard(struct kv_poller *p, uint32_t link)
 {
     struct kv_link *l = kv_link_find(p, link);
-    if (l && l->lease_until_ns != UINT64_MAX)
+    if (l && kv_link_connected(l))
         renew(p, l);
     else if (l)
         l->heard_early = true;
@@ -93,36 +93,41 @@ void kv_leases_renew(struct kv_poller *p)
 {
     uint64_t until_ns = kv_look(p) + p->config.lease_ns;
     for (uint32_t slot = 0; slot < KV_MAX_LINKS; slot++)
-        if (p->links[slot] && p->links[slot]->lease_until_ns != UINT64_MAX)
+        if (p->links[slot] && kv_link_connected(p->links[slot]))
             p->links[slot]->lease_until_ns = until_ns;
 }
 
 /* ---- heartbeats ---- */
-void kv_beat_to(struct kv_poller *p, struct kv_link *l, const struct kv_remote_cell *cell)
+void kv_beat_to(struct kv_poller *p, struct kv_link *l, const struct kv_remote_cell *cells)
 {
-    l->remote_cell = *cell;
-    l->peer_in_process = in_this_process(&p->fabric, l->remote_name);
-    l->beat_due_ns = p->now_ns;
+    for (uint32_t i = 0; i < l->num_beats; i++) {
+        struct kv_beat *b = &l->beats[i];
+        if (cells)   /* not its target: that stays, and callers look at it */
+            b->cell.base = cells[i].base, b->cell.key = cells[i].key, b->cell.imm = cells[i].imm;
+        b->in_process = in_this_process(&l->nic->fabric, l->targets[b->cell.target].name);
+        b->due_ns = p->now_ns;
+    }
     p->beats_checked_ns = 0;
 }
 
-static ssize_t post_beat(struct kv_poller *p, struct kv_link *l)
+static ssize_t post_beat(struct kv_poller *p, struct kv_link *l, struct kv_beat *b)
 {
     struct kv_port *port = l->port;
     struct kv_domain *d = port->domain;
-    struct kv_op *op = &l->ops[l->window];
-    if (l->peer_in_process) {
-        touch(&l->remote_cell);
+    struct kv_target *t = &l->targets[b->cell.target];
+    if (b->in_process) {
+        touch(&b->cell);
         return 0;
     }
     ssize_t rc = kv_domain_put(d, &(struct kv_put){
         .ep = port->endpoint.ep, .src = d->beat.address, .bytes = d->beat.bytes, .desc = d->beat.desc,
-        .imm = l->remote_cell.imm, .to = l->next_address, .dst = l->remote_cell.base, .key = l->remote_cell.key,
-        .context = &op->context});
+        .imm = b->cell.imm, .to = t->next_address, .dst = b->cell.base, .key = b->cell.key,
+        .context = &b->op.context});
+    kv_target_answers(t, rc, p->now_ns);
     if (!rc) {
-        l->beating = true;
-        op->transfer = NULL;
-        kv_link_fly(p, op, port, 0);
+        b->flying = true;
+        b->op.transfer = NULL;
+        kv_link_fly(p, &b->op, port, 0);
     }
     return rc;
 }
@@ -135,27 +140,35 @@ static void listen_in_process(struct kv_poller *p, struct kv_link *l)
     l->beats_seen = beats;
 }
 
+static void beat_link(struct kv_poller *p, struct kv_link *l, uint64_t now_ns)
+{
+    for (uint32_t i = 0; i < l->num_beats && !l->failed; i++) {
+        struct kv_beat *b = &l->beats[i];
+        if (now_ns < b->due_ns || b->flying)
+            continue;
+        ssize_t rc = post_beat(p, l, b);
+        if (!rc) {
+            kv_count(&p->stats.beats_sent, 1);
+            b->due_ns = now_ns + p->config.heartbeat_ns;
+        } else if (rc != -FI_EAGAIN) {   /* the provider is asked again soon; if it never agrees the lease ends it */
+            kv_link_fail(p, l, (int)-rc, KV_FAILED_POST);
+        }
+    }
+}
+
 void kv_beat(struct kv_poller *p)
 {
     for (uint32_t slot = 0; slot < KV_MAX_LINKS; slot++) {
         struct kv_link *l = p->links[slot];
-        if (!l || l->failed || l->closing || l->beat_due_ns == UINT64_MAX)
+        if (!l || l->failed || l->closing || !kv_link_connected(l))
             continue;
         uint64_t now_ns = kv_look(p);
         if (kv_lease_over(p, l)) {
             kv_link_fail(p, l, ETIMEDOUT, KV_FAILED_LEASE);
             continue;
         }
-        if (l->peer_in_process)
+        if (l->nic->fabric.shares_locks)
             listen_in_process(p, l);
-        if (now_ns < l->beat_due_ns || l->beating)
-            continue;
-        ssize_t rc = post_beat(p, l);
-        if (!rc) {
-            kv_count(&p->stats.beats_sent, 1);
-            l->beat_due_ns = now_ns + p->config.heartbeat_ns;
-        } else if (rc != -FI_EAGAIN) {   /* the provider is asked again soon; if it never agrees the lease ends it */
-            kv_link_fail(p, l, (int)-rc, KV_FAILED_POST);
-        }
+        beat_link(p, l, now_ns);
     }
 }

@@ -5,21 +5,21 @@
 #include <string.h>
 
 /* ---- callers' side ---- */
-struct kv_link *kv_link_new(uint32_t id, const struct kv_region *regions, const uint64_t *keys, uint32_t num_regions,
-                            char *cell)
+struct kv_link *kv_link_new(uint32_t id, struct kv_nic *nic, const uint64_t *keys, char *cell)
 {
     struct kv_link *l = calloc(1, sizeof *l);
-    struct kv_port *port = l ? kv_port_new(regions, keys, num_regions) : NULL;
+    struct kv_port *port = l ? kv_port_new(nic, keys) : NULL;
     if (!port) {
         free(l);
         return NULL;
     }
     l->port = l->sending = port;
     port->owner = l;
+    l->nic = nic;
     l->id = id;
     l->cell.region = (struct kv_region){.address = cell, .bytes = KV_CELL_BYTES};
-    l->cell.key = keys[num_regions];
-    l->beat_due_ns = l->lease_until_ns = UINT64_MAX;
+    l->cell.key = keys[port->num_regions];
+    l->lease_until_ns = UINT64_MAX;
     kv_list_init(&l->cell.in_process);
     kv_list_init(&l->idle_ops);
     kv_list_init(&l->flying_ops);
@@ -31,42 +31,63 @@ struct kv_link *kv_link_new(uint32_t id, const struct kv_region *regions, const 
     return l;
 }
 
-bool kv_link_check_remote(size_t name_bytes, const struct kv_remote_cell *cell, struct kv_error *e)
+bool kv_link_check_remote(const struct kv_remote *r, struct kv_error *e)
 {
-    if (name_bytes > KV_NAME_BYTES)
-        return kv_error_set(e, KV_INVALID, "an address of %zu bytes; want at most %d", name_bytes, KV_NAME_BYTES);
-    if (cell->imm & (KV_MAX_ROWS - 1))
-        return kv_error_set(e, KV_INVALID, "immediate 0x%x of the heartbeats already carries rows", cell->imm);
+    if (!r->num_names)
+        return kv_error_set(e, KV_INVALID, "no targets; want every endpoint of the peer that this link writes to or hears");
+    for (uint32_t i = 0; i < r->num_names; i++)
+        if (r->names[i].num_bytes > KV_NAME_BYTES)
+            return kv_error_set(e, KV_INVALID, "target %u has an address of %zu bytes; want at most %d", i,
+                                r->names[i].num_bytes, KV_NAME_BYTES);
+    for (uint32_t i = 0; i < r->num_regions; i++)
+        if (r->regions[i].target >= r->num_names)
+            return kv_error_set(e, KV_INVALID, "region %u of the peer is reached through target %u of %u", i,
+                                r->regions[i].target, r->num_names);
+    for (uint32_t i = 0; i < r->num_cells; i++) {
+        if (r->cells[i].target >= r->num_names)
+            return kv_error_set(e, KV_INVALID, "heartbeats %u go to target %u of %u", i, r->cells[i].target,
+                                r->num_names);
+        if (r->cells[i].imm & (KV_MAX_ROWS - 1))
+            return kv_error_set(e, KV_INVALID, "immediate 0x%x of the heartbeats already carries rows",
+                                r->cells[i].imm);
+    }
     return true;
 }
 
-bool kv_link_set_remote(struct kv_link *l, const void *name, size_t name_bytes, const struct kv_remote_region *regions,
-                        uint32_t num_regions, uint32_t window, const struct kv_remote_cell *cell, struct kv_error *e)
+static void own_op(struct kv_link *l, struct kv_op *op)
+{
+    op->link = l;
+    kv_list_init(&op->node);
+}
+
+bool kv_link_set_remote(struct kv_link *l, const struct kv_remote *r, uint32_t window, struct kv_error *e)
 {
     if (!window)
         return kv_error_set(e, KV_INVALID, "a window of 0 operations; want at least 1");
-    if (!kv_link_check_remote(name_bytes, cell, e))
+    if (!kv_link_check_remote(r, e))
         return false;
-    struct kv_op *ops = calloc((size_t)window + 1, sizeof *ops);
-    struct kv_remote_region *copy = malloc((num_regions + 1) * sizeof *copy);
-    if (!ops || !copy) {
-        free(ops);
-        free(copy);
+    struct kv_op *ops = calloc(window, sizeof *ops);
+    struct kv_target *targets = calloc(r->num_names, sizeof *targets);
+    struct kv_remote_region *regions = calloc(r->num_regions + 1ul, sizeof *regions);
+    struct kv_beat *beats = calloc(r->num_cells + 1ul, sizeof *beats);
+    if (!ops || !targets || !regions || !beats) {
+        free(ops), free(targets), free(regions), free(beats);
         return kv_error_memory(e);
     }
-    memcpy(l->remote_name, name, name_bytes);
-    if (num_regions)
-        memcpy(copy, regions, num_regions * sizeof *copy);
-    l->remote_regions = copy;
-    l->num_remote_regions = num_regions;
-    l->remote_cell = *cell;
+    l->ops = ops, l->targets = targets, l->remote_regions = regions, l->beats = beats;
+    l->num_targets = r->num_names, l->num_remote_regions = r->num_regions, l->num_beats = r->num_cells;
     l->window = window;
-    l->ops = ops;
-    for (uint32_t i = 0; i <= window; i++) {
-        ops[i].link = l;
-        kv_list_init(&ops[i].node);
-        if (i < window)
-            kv_list_append(&l->idle_ops, &ops[i].node);
+    for (uint32_t i = 0; i < r->num_names; i++)
+        memcpy(targets[i].name, r->names[i].bytes, r->names[i].num_bytes);
+    if (r->num_regions)
+        memcpy(regions, r->regions, r->num_regions * sizeof *regions);
+    for (uint32_t i = 0; i < r->num_cells; i++) {
+        own_op(l, &beats[i].op);
+        beats[i].cell = r->cells[i];
+    }
+    for (uint32_t i = 0; i < window; i++) {
+        own_op(l, &ops[i]);
+        kv_list_append(&l->idle_ops, &ops[i].node);
     }
     l->connected = true;
     return true;
@@ -79,7 +100,9 @@ void kv_link_free(struct kv_link *l)
         kv_port_free(port);
     free(l->retarget);
     free(l->ops);
+    free(l->targets);
     free(l->remote_regions);
+    free(l->beats);
     free(l);
     kv_live(KV_LIVE_LINKS, -1);
 }
@@ -95,14 +118,14 @@ struct kv_link *kv_link_find(struct kv_poller *p, uint32_t id)
 static int find_port(struct kv_poller *p, struct kv_link *l, enum kv_link_failure *what)
 {
     struct kv_port *own = l->port;
-    if (p->port) {
-        l->port = l->sending = p->port;
+    if (l->nic->port) {
+        l->port = l->sending = l->nic->port;
         kv_port_free(own);
         return 0;
     }
     int rc = kv_port_open(p, own, what);
     if (!rc && p->config.shared_endpoint)
-        kv_port_share(p, own);
+        kv_port_share(p, own, 0);
     return rc;
 }
 
@@ -120,19 +143,27 @@ void kv_link_open(struct kv_poller *p, struct kv_link *l)
         return;
     }
     l->cell.key = fi_mr_key(l->cell.region.mr);
-    if (p->fabric.shares_locks)
+    if (l->nic->fabric.shares_locks)
         kv_cell_publish(&l->cell);
     atomic_store_explicit(&l->opened, true, memory_order_release);
     kv_report(p, KV_LINK_OPENED, l->id, 0, 0);
+}
+
+int kv_link_find_targets(struct kv_link *l, struct kv_port *o)
+{
+    int rc = 0;
+    for (uint32_t i = 0; i < l->num_targets && !rc; i++)
+        rc = kv_endpoint_connect(o->domain, &o->endpoint, l->targets[i].name, &l->targets[i].next_address);
+    return rc;
 }
 
 void kv_link_connect(struct kv_poller *p, struct kv_link *l)
 {
     if (l->failed)
         return;
-    struct kv_port *port = l->port;
-    int rc = kv_endpoint_connect(port->domain, &port->endpoint, l->remote_name, &l->next_address);
-    l->address = l->next_address;
+    int rc = kv_link_find_targets(l, l->port);
+    for (uint32_t i = 0; i < l->num_targets; i++)
+        l->targets[i].address = l->targets[i].next_address;
     if (rc)
         kv_link_fail(p, l, -rc, KV_FAILED_CONNECT);
     else
@@ -214,7 +245,7 @@ void kv_link_retire_op(struct kv_poller *p, struct kv_op *op)
     p->num_flying--;
     p->ends_due |= l->closing;
     if (!x) {
-        l->beating = false;
+        KV_OF(op, struct kv_beat, op)->flying = false;
         return;
     }
     l->flying_writes--;

@@ -3,8 +3,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Keeps every sum of this file far below 2^64: pages are 31 bits wide. */
+/* Keeps every sum of this file far below 2^64: unit indices are 31 bits wide. */
 #define MAX_PAGE_BYTES (1ull << 32)
+#define MAX_UNITS (1u << 16)
 #define MAX_OFFSET (1ull << 62)
 
 /* ---- templates ---- */
@@ -45,6 +46,15 @@ static bool check_run(const struct kv_run *r, const char *what, size_t index, st
     return true;
 }
 
+static bool check_page(const struct kv_page *g, const char *side, struct kv_error *e)
+{
+    if (g->page_bytes <= MAX_PAGE_BYTES && g->units >= 1 && g->units <= MAX_UNITS && g->unit_bytes <= MAX_PAGE_BYTES)
+        return true;
+    return kv_error_set(e, KV_INVALID, "%s pages of %llu bytes with %llu units of %llu bytes: want at most 4 GiB each "
+                        "and 1 to %u units", side, (unsigned long long)g->page_bytes, (unsigned long long)g->units,
+                        (unsigned long long)g->unit_bytes, MAX_UNITS);
+}
+
 bool kv_template_check(struct kv_template *t, struct kv_error *e)
 {
     if (!t->num_entries)
@@ -52,8 +62,8 @@ bool kv_template_check(struct kv_template *t, struct kv_error *e)
     if (!t->row_bytes || !t->item_bytes || t->row_bytes > UINT32_MAX || t->item_bytes > t->row_bytes)
         return kv_error_set(e, KV_INVALID, "row_bytes %llu and item_bytes %llu: want 1 <= item <= row < 2^32",
                             (unsigned long long)t->row_bytes, (unsigned long long)t->item_bytes);
-    if (t->src_page_bytes > MAX_PAGE_BYTES || t->dst_page_bytes > MAX_PAGE_BYTES)
-        return kv_error_set(e, KV_INVALID, "a page is larger than 4 GiB");
+    if (!check_page(&t->src_page, "source", e) || !check_page(&t->dst_page, "destination", e))
+        return false;
     for (uint32_t i = 0; i < t->num_runs; i++)
         if (!check_run(&t->runs[i], "run", i, e))
             return false;
@@ -127,6 +137,12 @@ static bool add(struct expansion *x, uint64_t src, uint64_t dst, const struct kv
     return true;
 }
 
+static inline uint64_t place(const struct kv_page *g, int32_t unit)
+{
+    uint64_t u = (uint32_t)unit;
+    return g->units == 1 ? u * g->page_bytes : u / g->units * g->page_bytes + u % g->units * g->unit_bytes;
+}
+
 static bool inside(uint64_t at, uint64_t bytes, uint64_t room) { return bytes <= room && at <= room - bytes; }
 
 static bool check_bounds(const struct kv_template *t, const struct kv_write *w, size_t index, struct kv_error *e)
@@ -158,7 +174,7 @@ size_t kv_plan_expand(const struct kv_template *t, const struct kv_chunk *c, uin
             kv_error_set(e, KV_INVALID, "page pair %zu is (%d, %d); pages count from 0", i, src_page, dst_page);
             return 0;
         }
-        uint64_t src = (uint64_t)src_page * t->src_page_bytes, dst = (uint64_t)dst_page * t->dst_page_bytes;
+        uint64_t src = place(&t->src_page, src_page), dst = place(&t->dst_page, dst_page);
         for (uint32_t r = 0; r < t->num_runs && !short_run; r++)
             if (!add(&x, src + t->runs[r].src_offset, dst + t->runs[r].dst_offset, &t->runs[r]))
                 short_run = &t->runs[r];

@@ -1,4 +1,4 @@
-/* Write plans: a template (runs of one page pair, a table of entries) x page pairs -> writes.
+/* Write plans: a template (runs of one pair of units, a table of entries) x unit pairs -> writes.
 
    The list of writes is made once a chunk; it is posted for every entry of the template, shifted by its bases. */
 #ifndef KV_PLAN_H
@@ -9,7 +9,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-struct kv_run {   /* within a page pair, or (an edge) relative to the entry's bases */
+struct kv_run {   /* within a pair of units, or (an edge) relative to the entry's bases */
     uint64_t src_offset, dst_offset, bytes, rows;
 };
 
@@ -26,10 +26,14 @@ struct kv_entry {   /* one (layer, plane): where its bases are, and the bumps th
     uint64_t signal;
 };
 
+/* Where units lie: unit u in page u / units, `unit_bytes` apart in it. Both sides have the same units, each of them in
+   pages of its own size. */
+struct kv_page { uint64_t page_bytes, units, unit_bytes; };
+
 struct kv_template {
     _Atomic uint32_t num_owners;   /* the link's table and each transfer */
     uint32_t link;
-    uint64_t src_page_bytes, dst_page_bytes;
+    struct kv_page src_page, dst_page;
     uint64_t row_bytes, item_bytes;
     uint64_t src_room, dst_room;   /* the smallest of its entries: a write that fits these fits them all */
     uint32_t num_runs, num_entries;
@@ -46,7 +50,7 @@ void kv_template_drop(struct kv_template *t);
 bool kv_template_check(struct kv_template *t, struct kv_error *e);
 
 struct kv_chunk {
-    const int32_t *pages;   /* pairs: source page, destination page */
+    const int32_t *pages;   /* pairs: source unit, destination unit */
     size_t num_pages;
     const uint64_t *edges;  /* struct kv_run each; pages that are filled in part */
     size_t num_edges;

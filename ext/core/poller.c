@@ -71,10 +71,17 @@ static void close_port(struct kv_poller *p, uint32_t number)
 {
     KV_EACH(node, &p->ports) {
         struct kv_port *o = KV_OF(node, struct kv_port, in_poller);
-        if (!o->owner && o->number == number) {
+        if (!o->owner && o->number == number)
             kv_port_begin_closing(p, o);
-            return;
-        }
+    }
+}
+
+static void arm(struct kv_poller *p, struct kv_step *s)
+{
+    while (s) {
+        struct kv_step *next = s->next_part;   /* s may be over at once */
+        kv_step_arm(p, s);
+        s = next;
     }
 }
 
@@ -113,7 +120,7 @@ static void obey(struct kv_poller *p, const struct kv_command *c)
         close_port(p, (uint32_t)c->value);
         break;
     case KV_ARM_STEP:
-        kv_step_arm(p, c->object);
+        arm(p, c->object);
         break;
     case KV_ABANDON_STEP:
         kv_step_abandon(p, c->object, c->value);
@@ -253,7 +260,8 @@ static void run(struct kv_poller *p)
 void *kv_poller_main(void *poller)
 {
     struct kv_poller *p = poller;
-    int error = p->fabric.shares_locks ? kv_guard_start(&p->guard, &p->stats.abandoned) : 0;
+    bool guarded = p->nics->fabric.shares_locks;
+    int error = guarded ? kv_guard_start(&p->guard, &p->stats.abandoned) : 0;
     p->front.start_error = error;
     sem_post(&p->front.running);
     if (error)
@@ -261,7 +269,7 @@ void *kv_poller_main(void *poller)
     prctl(PR_SET_TIMERSLACK, 1);   /* a nap of 20 us must not become 70 */
     run(p);
     kv_poller_wind_down(p);
-    if (p->fabric.shares_locks)
+    if (guarded)
         kv_guard_stop(&p->guard);
     return NULL;
 }

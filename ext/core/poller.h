@@ -1,4 +1,5 @@
-/* The poller: one thread that posts, reads the completion queue, watches the layer words and counts what lands.
+/* The poller: one thread that posts, reads the completion queues of its network interfaces, watches the layer words and
+   counts what lands.
 
    Callers' side: any thread, through the functions below (front.c). Poller's side: its own thread alone, without locks.
    Between them are two rings: commands in, records out. All endpoint work is done on the poller's thread, because
@@ -15,19 +16,22 @@
 #include <semaphore.h>
 
 #define KV_MAX_REGIONS 1024
+#define KV_MAX_NICS 64
 #define KV_CQ_BATCH 64
 
 struct kv_config {
-    const char *provider, *node;
+    const char *provider;
+    const char *const *nics;      /* the address of each network interface; NULL: any */
+    uint32_t num_nics;
     int core;                     /* -1: wherever the scheduler likes */
-    uint32_t cq_entries;
+    uint32_t cq_entries;          /* of each interface */
     bool spin;                    /* while busy; else short naps leave the core to the engine */
     uint64_t spin_ns, sleep_max_ns;
     uint32_t max_write_bytes;
     uint64_t link_bytes;          /* in flight on a link, about */
     uint64_t op_timeout_ns;
     uint64_t heartbeat_ns;        /* between two of a link */
-    bool shared_endpoint;         /* one port for all links */
+    bool shared_endpoint;         /* one port for all links of an interface */
     uint64_t first_lease_ns;      /* until the first heartbeat has landed, if it is longer: the peer may not be ready */
     uint64_t lease_ns;            /* a peer is lost when none of its heartbeats landed for so long */
 };
@@ -53,8 +57,8 @@ static inline void kv_count(_Atomic uint64_t *stat, uint64_t change)
 struct kv_poller {
     struct kv_config config;
     struct kv_state *state;
-    struct kv_fabric fabric;
-    struct kv_domain domain;      /* of all links, unless each has its own; with the sources either way */
+    struct kv_nic *nics;
+    uint32_t num_nics;
     struct kv_guard guard;
     struct kv_commands commands;
     struct kv_records records;
@@ -87,7 +91,6 @@ struct kv_poller {
     uint64_t timeouts_checked_ns, beats_checked_ns;
     struct kv_node domains;       /* in which an endpoint is open */
     struct kv_node ports;         /* that are open, or referred to */
-    struct kv_port *port;         /* that links share and new ones get; NULL: the next one opens it */
     uint32_t ports_made;
     _Atomic uint32_t port_current, port_older;   /* their numbers, for callers; 0: none */
     _Atomic bool rotating;        /* a caller has ordered another port */
@@ -114,23 +117,23 @@ bool kv_poller_self_test(struct kv_poller *p, struct kv_error *e);
 bool kv_poller_close(struct kv_poller *p);
 void kv_poller_free(struct kv_poller *p);
 
-int64_t kv_register(struct kv_poller *p, uint64_t address, uint64_t bytes, struct kv_error *e);      /* -1: error */
+/* On the interfaces of this mask. -1: error */
+int64_t kv_register(struct kv_poller *p, uint64_t address, uint64_t bytes, uint64_t nics, struct kv_error *e);
 int64_t kv_add_stream(struct kv_poller *p, struct kv_layer_counter *c, struct kv_error *e);         /* -1: error */
-int64_t kv_open_link(struct kv_poller *p, const uint64_t *keys, uint32_t num_keys, struct kv_error *e); /* -1: error */
-/* Once it is opened: its endpoint's name, and the regions a peer must use (room for all of ours). -1: error */
+/* -1: error */
+int64_t kv_open_link(struct kv_poller *p, uint32_t nic, const uint64_t *keys, uint32_t num_keys, struct kv_error *e);
+/* Once it is opened: its endpoint's name, and the regions a peer must use (room for KV_MAX_REGIONS). -1: error */
 int64_t kv_link_name(struct kv_poller *p, uint32_t link, uint8_t name[KV_NAME_BYTES], struct kv_error *e);
 int64_t kv_link_regions(struct kv_poller *p, uint32_t link, struct kv_remote_region *out, struct kv_error *e);
 bool kv_link_cell(struct kv_poller *p, uint32_t link, struct kv_remote_region *out, struct kv_error *e);
-bool kv_connect_link(struct kv_poller *p, uint32_t link, const void *name, size_t name_bytes,
-                     const struct kv_remote_region *regions, uint32_t num_regions, uint32_t window,
-                     const struct kv_remote_cell *cell, struct kv_error *e);
+bool kv_connect_link(struct kv_poller *p, uint32_t link, const struct kv_remote *peer, uint32_t window,
+                     struct kv_error *e);
 bool kv_close_link(struct kv_poller *p, uint32_t link, bool fence, struct kv_error *e);
 
-bool kv_rotate_port(struct kv_poller *p, const uint64_t *keys, uint32_t num_keys, struct kv_error *e);
+struct kv_keys { uint64_t *keys; uint32_t num; };
+bool kv_rotate_port(struct kv_poller *p, const struct kv_keys *keys, uint32_t num_lists, struct kv_error *e);
 bool kv_close_port(struct kv_poller *p, uint32_t number, struct kv_error *e);
-bool kv_retarget_link(struct kv_poller *p, uint32_t link, const void *name, size_t name_bytes,
-                      const struct kv_remote_region *regions, uint32_t num_regions, const struct kv_remote_cell *cell,
-                      struct kv_error *e);
+bool kv_retarget_link(struct kv_poller *p, uint32_t link, const struct kv_remote *peer, struct kv_error *e);
 bool kv_resume_link(struct kv_poller *p, uint32_t link, struct kv_error *e);
 
 struct kv_entry_spec { int64_t src_region, src_base, dst_region, dst_base, signal; };
@@ -138,13 +141,16 @@ struct kv_template_spec {
     const struct kv_run *runs;
     const struct kv_entry_spec *entries;
     uint32_t num_runs, num_entries;
-    uint64_t src_page_bytes, dst_page_bytes, row_bytes, item_bytes;
+    struct kv_page src_page, dst_page;
+    uint64_t row_bytes, item_bytes;
 };
 int64_t kv_add_template(struct kv_poller *p, uint32_t link, const struct kv_template_spec *spec, struct kv_error *e);
 
-/* All orders are armed, or none. Returns the ticket; 0 with the error. */
-uint64_t kv_begin_step(struct kv_poller *p, uint32_t stream, uint32_t num_bumps, const struct kv_order *orders,
-                       size_t num_orders, uint64_t deadline_ns, struct kv_error *e);
+/* Of a step: what it does on one layer counter. */
+struct kv_part { uint32_t stream, num_bumps; };
+/* All orders are armed, or none. Gives a ticket for each part; false with the error. */
+bool kv_begin_step(struct kv_poller *p, const struct kv_part *parts, uint32_t num_parts, const struct kv_order *orders,
+                   size_t num_orders, uint64_t deadline_ns, uint64_t *tickets, struct kv_error *e);
 bool kv_abandon(struct kv_poller *p, uint32_t stream, uint64_t ticket, struct kv_error *e);
 bool kv_stop_tag(struct kv_poller *p, uint32_t link, uint32_t tag, struct kv_error *e);
 unsigned kv_take(struct kv_poller *p, struct kv_record *out, unsigned max);

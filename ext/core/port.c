@@ -2,17 +2,22 @@
 #include "poller.h"
 #include <stdlib.h>
 
-struct kv_port *kv_port_new(const struct kv_region *regions, const uint64_t *keys, uint32_t num_regions)
+struct kv_port *kv_port_new(struct kv_nic *nic, const uint64_t *keys)
 {
+    uint32_t num_regions = nic->domain.num_registered;
     struct kv_port *o = calloc(1, sizeof *o + num_regions * (sizeof *o->regions + sizeof *o->keys));
     if (!o)
         return NULL;
     kv_list_init(&o->in_poller);
-    o->num_regions = num_regions;
+    o->nic = nic;
     o->keys = (void *)(o->regions + num_regions);
-    for (uint32_t i = 0; i < num_regions; i++) {
-        o->regions[i] = (struct kv_region){.address = regions[i].address, .bytes = regions[i].bytes};
-        o->keys[i] = keys[i];
+    for (uint32_t i = 0; i < nic->domain.num_sources; i++) {
+        const struct kv_region *r = &nic->domain.sources[i];
+        if (!r->mr)
+            continue;
+        o->regions[o->num_regions] = (struct kv_region){.address = r->address, .bytes = r->bytes};
+        o->keys[o->num_regions] = keys[o->num_regions];
+        o->num_regions++;
     }
     return o;
 }
@@ -24,15 +29,18 @@ static int open_domain(struct kv_poller *p, struct kv_port *o)
     struct kv_domain *d = malloc(sizeof *d);
     if (!d)
         return -FI_ENOMEM;
-    int rc = kv_domain_open(d, &p->fabric, &call);
+    const struct kv_domain *shared = &o->nic->domain;
+    int rc = kv_domain_open(d, &o->nic->fabric, &call);
     if (rc) {
         free(d);
         return rc;
     }
     d->guard = &p->guard;
     o->domain = d;
-    for (uint32_t i = 0; i < p->domain.num_sources && !rc; i++)
-        rc = kv_domain_add_source(d, p->domain.sources[i].address, p->domain.sources[i].bytes);
+    for (uint32_t i = 0; i < shared->num_sources && !rc; i++) {
+        const struct kv_region *r = &shared->sources[i];
+        rc = kv_domain_add_source(d, r->address, r->bytes, r->mr);
+    }
     return rc;
 }
 
@@ -40,10 +48,10 @@ int kv_port_open(struct kv_poller *p, struct kv_port *o, enum kv_link_failure *w
 {
     int rc = 0;
     *what = KV_FAILED_OPEN;
-    if (p->fabric.shares_locks)
+    if (o->nic->fabric.shares_locks)
         rc = open_domain(p, o);
     else
-        o->domain = &p->domain;
+        o->domain = &o->nic->domain;
     kv_list_append(&p->ports, &o->in_poller);
     if (o->domain && !o->domain->num_ports++)
         kv_list_append(&p->domains, &o->domain->in_poller);

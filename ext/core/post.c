@@ -90,15 +90,20 @@ static void account(struct kv_poller *p, struct kv_op *op, struct kv_transfer *x
     kv_count(&p->stats.posted_rows, w->rows);
 }
 
-static ssize_t put(struct kv_link *l, const struct kv_transfer *x, const struct kv_entry *n, const struct kv_write *w,
-                   const struct kv_region *copy)
+static ssize_t put(struct kv_poller *p, const struct kv_transfer *x, const struct kv_entry *n,
+                   const struct kv_write *w, const struct kv_region *copy)
 {
+    struct kv_link *l = x->link;
     struct kv_op *op = KV_OF(l->idle_ops.next, struct kv_op, node);
     struct kv_domain *d = l->sending->domain;
-    return kv_domain_put(d, &(struct kv_put){
+    const struct kv_remote_region *to = &l->remote_regions[n->dst_region];
+    struct kv_target *t = &l->targets[to->target];
+    ssize_t rc = kv_domain_put(d, &(struct kv_put){
         .ep = l->sending->endpoint.ep, .src = copy ? copy->address : n->src + w->src, .bytes = w->bytes,
-        .desc = copy ? copy->desc : d->sources[n->src_region].desc, .imm = x->imm | (w->rows - 1), .to = l->address,
-        .dst = n->dst + w->dst, .key = l->remote_regions[n->dst_region].key, .context = &op->context});
+        .desc = copy ? copy->desc : d->sources[n->src_region].desc, .imm = x->imm | (w->rows - 1), .to = t->address,
+        .dst = n->dst + w->dst, .key = to->key, .context = &op->context});
+    kv_target_answers(t, rc, p->now_ns);
+    return rc;
 }
 
 /* Write `write_index` of entry `entry_index` of x, with what is to go wrong with it. */
@@ -115,7 +120,7 @@ static ssize_t post_one(struct kv_poller *p, struct kv_transfer *x, uint32_t ent
     if (fault == KV_FAULT_FLIP &&
         !(copy = kv_fault_copy(l->sending->domain, n->src + w->src, w->bytes, x->template->item_bytes)))
         return -FI_ENOMEM;
-    ssize_t rc = fault == KV_FAULT_DROP ? 0 : put(l, x, n, w, copy);
+    ssize_t rc = fault == KV_FAULT_DROP ? 0 : put(p, x, n, w, copy);
     if (rc) {
         if (copy)
             kv_fault_drop_copy(l->sending->domain, copy);

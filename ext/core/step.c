@@ -7,15 +7,16 @@
 /* ---- callers' side ---- */
 struct kv_stream *kv_stream_new(struct kv_layer_counter *c, uint32_t index)
 {
-    struct kv_stream *s = malloc(sizeof *s + c->num_slots * sizeof *s->turns);
+    struct kv_stream *s = calloc(1, sizeof *s + c->num_slots * sizeof *s->turns);
     if (!s)
         return NULL;
     s->counter = c;
     s->index = index;
+    s->num_slots = c->num_slots;
     atomic_init(&s->next_ticket, 1);
     kv_list_init(&s->steps);
-    for (uint32_t slot = 0; slot < c->num_slots; slot++)
-        atomic_init(&s->turns[slot], slot ? slot : c->num_slots);   /* ticket 0 is nobody's */
+    for (uint32_t slot = 0; slot < s->num_slots; slot++)
+        atomic_init(&s->turns[slot], slot ? slot : s->num_slots);   /* ticket 0 is nobody's */
     return s;
 }
 
@@ -25,7 +26,7 @@ uint64_t kv_stream_claim(struct kv_stream *s)
 {
     uint64_t ticket = atomic_load_explicit(&s->next_ticket, memory_order_relaxed);
     for (;;) {
-        uint64_t turn = atomic_load_explicit(&s->turns[ticket % s->counter->num_slots], memory_order_acquire);
+        uint64_t turn = atomic_load_explicit(&s->turns[ticket % s->num_slots], memory_order_acquire);
         if (turn == ticket) {
             if (atomic_compare_exchange_weak_explicit(&s->next_ticket, &ticket, ticket + 1, memory_order_relaxed,
                                                       memory_order_relaxed))
@@ -37,6 +38,20 @@ uint64_t kv_stream_claim(struct kv_stream *s)
             ticket = next;   /* another thread took it meanwhile */
         }
     }
+}
+
+/* The slot may be claimed for its next ticket. */
+static void give_turn_on(struct kv_stream *s, uint64_t ticket)
+{
+    atomic_store_explicit(&s->turns[ticket % s->num_slots], ticket + s->num_slots, memory_order_release);
+}
+
+void kv_stream_unclaim(struct kv_stream *s, uint64_t ticket)
+{
+    uint64_t next = ticket + 1;   /* unless another thread has taken that meanwhile, this one comes next again */
+    if (!atomic_compare_exchange_strong_explicit(&s->next_ticket, &next, ticket, memory_order_relaxed,
+                                                 memory_order_relaxed))
+        give_turn_on(s, ticket);
 }
 
 struct kv_step *kv_step_new(struct kv_stream *stream, uint32_t num_bumps, uint64_t deadline_ns)
@@ -77,7 +92,7 @@ static void fault(struct kv_poller *p, struct kv_step *s, enum kv_step_fault kin
 /* Reads the step's word and releases what it allows. True when it had moved. */
 static bool look(struct kv_poller *p, struct kv_step *s)
 {
-    uint64_t word = kv_counter_read(s->stream->counter, s->ticket);
+    uint64_t word = kv_counter_read(s->stream->counter, s->stream->num_slots, s->ticket);
     if (!word || word == s->word)
         return false;
     s->word = word;
@@ -94,12 +109,8 @@ static bool look(struct kv_poller *p, struct kv_step *s)
     return true;
 }
 
-/* The ring slot may carry another ticket. Before any record says that the step is over. */
-static void give_slot_back(struct kv_step *s)
-{
-    uint32_t num_slots = s->stream->counter->num_slots;
-    atomic_store_explicit(&s->stream->turns[s->ticket % num_slots], s->ticket + num_slots, memory_order_release);
-}
+/* Before any record says that the step is over. */
+static void give_slot_back(struct kv_step *s) { give_turn_on(s->stream, s->ticket); }
 
 /* What still waits for bumps is stopped. */
 static void remove_step(struct kv_poller *p, struct kv_step *s)

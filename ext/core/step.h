@@ -12,14 +12,16 @@
 /* One layer counter as this poller sees it. */
 struct kv_stream {
     struct kv_layer_counter *counter;
-    uint32_t index;
+    uint32_t index, num_slots;      /* the latter as they were: other processes may write to the counter's memory */
     _Atomic uint64_t next_ticket;   /* callers' side */
     struct kv_node steps;           /* outstanding, by ticket */
     _Atomic uint64_t turns[];       /* a ring slot each: the only ticket that may take it now */
 };
 
+/* One forward pass on one layer counter. One that runs on several is a chain of these, armed by one command. */
 struct kv_step {
     struct kv_node in_stream;
+    struct kv_step *next_part;  /* until it is armed */
     struct kv_node transfers;   /* that wait for bumps; before it is armed, all of them */
     struct kv_stream *stream;
     uint64_t ticket, deadline_ns;
@@ -33,6 +35,8 @@ struct kv_stream *kv_stream_new(struct kv_layer_counter *c, uint32_t index);
 void kv_stream_free(struct kv_stream *s);
 /* The next ticket, or 0 when its ring slot has not come back yet. Any thread. */
 uint64_t kv_stream_claim(struct kv_stream *s);
+/* A claimed ticket is not used after all. Any thread. */
+void kv_stream_unclaim(struct kv_stream *s, uint64_t ticket);
 
 struct kv_step *kv_step_new(struct kv_stream *s, uint32_t num_bumps, uint64_t deadline_ns);
 void kv_step_free(struct kv_step *s);   /* and the transfers still in it */

@@ -9,7 +9,7 @@ struct kv_link;
 
 /* What a caller asks for. */
 struct kv_order {
-    uint32_t link, template;
+    uint32_t part, link, template;   /* part: of the step, its layer counter's */
     uint32_t imm;   /* slot << 18 | generation << 14; each write adds its rows - 1 */
     uint32_t tag;
     bool ready;     /* the pages are computed: post at once, wait for no step */

@@ -6,7 +6,7 @@ from typing import Final, Literal, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
-from typing_extensions import disjoint_base
+from typing_extensions import Buffer, disjoint_base
 
 REACHED: Final[int]
 OVERFLOW: Final[int]
@@ -167,7 +167,11 @@ class StateFile:
 
 @disjoint_base
 class LayerCounter:
-    def __new__(cls, num_slots: int = 64) -> Self: ...
+    def __new__(cls, num_slots: int = 64, memory: Buffer | None = None) -> Self: ...
+    @staticmethod
+    def size_bytes(num_slots: int = 64) -> int: ...
+    @classmethod
+    def attach(cls, memory: Buffer) -> Self: ...
     @property
     def num_slots(self) -> int: ...
     @property
@@ -187,7 +191,7 @@ class Poller:
         provider: str,
         state: StateFile,
         *,
-        node: str | None = "127.0.0.1",
+        nics: Sequence[str | None] = ("127.0.0.1",),
         core: int = -1,
         cq_entries: int = 8192,
         spin: bool | None = None,
@@ -210,48 +214,51 @@ class Poller:
     @property
     def fence_proven(self) -> bool: ...
     def self_test(self) -> None: ...
-    def register(self, address: int, num_bytes: int, owner: object = None) -> int: ...
+    def register(
+        self, address: int, num_bytes: int, owner: object = None, nics: Sequence[int] | None = None
+    ) -> int: ...
     def add_counter(self, counter: LayerCounter) -> int: ...
-    def open_link(self, keys: Sequence[int]) -> int: ...
+    def open_link(self, keys: Sequence[int], nic: int = 0) -> int: ...
     def link_address(self, link: int) -> bytes: ...
     def link_regions(self, link: int) -> list[tuple[int, int, int]]: ...
     def link_cell(self, link: int) -> tuple[int, int, int]: ...
     def connect_link(
         self,
         link: int,
-        address: bytes,
-        regions: Sequence[tuple[int, int, int]],
+        targets: Sequence[bytes],
+        regions: Sequence[tuple[int, int, int, int]],
         window: int,
-        beat: tuple[int, int, int],
+        beats: Sequence[tuple[int, int, int, int]],
     ) -> None: ...
     def close_link(self, link: int, fence: bool = True) -> None: ...
-    def rotate(self, keys: Sequence[int]) -> None: ...
+    def rotate(self, keys: Sequence[Sequence[int]]) -> None: ...
     def close_port(self, port: int = 0) -> None: ...
     def retarget_link(
-        self, link: int, address: bytes, regions: Sequence[tuple[int, int, int]], beat: tuple[int, int, int]
+        self,
+        link: int,
+        targets: Sequence[bytes],
+        regions: Sequence[tuple[int, int, int, int]],
+        beats: Sequence[tuple[int, int, int, int]],
     ) -> None: ...
     def resume_link(self, link: int) -> None: ...
     def add_template(
         self,
         link: int,
         runs: npt.NDArray[np.uint64],
-        src_page_bytes: int,
-        dst_page_bytes: int,
+        src_page: tuple[int, int, int],
+        dst_page: tuple[int, int, int],
         entries: npt.NDArray[np.int64],
         row_bytes: int,
         item_bytes: int,
     ) -> int: ...
     def begin_step(
         self,
-        counter: int,
-        num_bumps: int,
-        transfers: Sequence[tuple[int, int, int, int, bool]],
+        parts: Sequence[tuple[int, int]],
+        orders: npt.NDArray[np.int64],
         pages: npt.NDArray[np.int32],
-        page_starts: Sequence[int] | npt.NDArray[np.int64],
         edges: npt.NDArray[np.uint64],
-        edge_starts: Sequence[int] | npt.NDArray[np.int64],
         deadline_ns: int,
-    ) -> int: ...
+    ) -> list[int]: ...
     def abandon(self, counter: int, ticket: int) -> None: ...
     def stop(self, link: int, tag: int) -> None: ...
     def take(self, max_records: int = 256) -> list[tuple[int, int, int, int, int]]: ...

@@ -31,6 +31,8 @@ cdef extern from "layer_counter.h" nogil:
     const uint64_t KV_MAX_TICKET
     struct kv_layer_counter:
         uint32_t num_slots
+    size_t kv_layer_counter_bytes(uint32_t num_slots)
+    kv_layer_counter *kv_layer_counter_init(void *memory, uint32_t num_slots)
     kv_layer_counter *kv_layer_counter_new(uint32_t num_slots)
     void kv_layer_counter_free(kv_layer_counter *c)
     void kv_counter_start(kv_layer_counter *c, uint64_t ticket)
@@ -38,7 +40,7 @@ cdef extern from "layer_counter.h" nogil:
     uint64_t kv_counter_current(kv_layer_counter *c)
     uint64_t kv_word_ticket(uint64_t word)
     uint32_t kv_word_bumps(uint64_t word)
-    uint64_t kv_counter_read(kv_layer_counter *c, uint64_t ticket)
+    uint64_t kv_counter_read(kv_layer_counter *c, uint32_t num_slots, uint64_t ticket)
 
 cdef extern from "state.h" nogil:
     enum: KV_GENERATION_BITS, KV_SLOT_BITS, KV_NUM_ATTEMPTS, KV_NUM_LEGS, KV_LABEL_BYTES, KV_MAX_GROUPS
@@ -121,6 +123,8 @@ cdef extern from "leg.h" nogil:
 cdef extern from "plan.h" nogil:
     struct kv_run:
         pass
+    struct kv_page:
+        uint64_t page_bytes, units, unit_bytes
     struct kv_chunk:
         const int32_t *pages
         size_t num_pages
@@ -137,16 +141,25 @@ cdef extern from "domain.h" nogil:
 
 cdef extern from "transfer.h" nogil:
     struct kv_order:
-        uint32_t link, template, imm, tag
+        uint32_t part, link, template, imm, tag
         c_bool ready
         kv_chunk chunk
 
 cdef extern from "link.h" nogil:
     struct kv_remote_region:
         uint64_t base, bytes, key
+        uint32_t target
     struct kv_remote_cell:
         uint64_t base, key
-        uint32_t imm
+        uint32_t imm, target
+    struct kv_remote_name:
+        const void *bytes
+        size_t num_bytes
+    struct kv_remote:
+        const kv_remote_name *names
+        const kv_remote_region *regions
+        const kv_remote_cell *cells
+        uint32_t num_names, num_regions, num_cells
 
 cdef extern from "fault.h" nogil:
     enum kv_fault:
@@ -172,10 +185,11 @@ cdef extern from "records.h" nogil:
         uint64_t kind, id, value, t_ns, extra
 
 cdef extern from "poller.h" nogil:
-    enum: KV_MAX_REGIONS
+    enum: KV_MAX_REGIONS, KV_MAX_NICS, KV_MAX_STREAMS
     struct kv_config:
         const char *provider
-        const char *node
+        const char *const *nics
+        uint32_t num_nics
         int core
         uint32_t cq_entries
         c_bool spin, shared_endpoint
@@ -188,9 +202,11 @@ cdef extern from "poller.h" nogil:
         kv_bell bell
     struct kv_fabric:
         c_bool fence_proven
+    struct kv_nic:
+        kv_fabric fabric
     struct kv_poller:
         kv_records records
-        kv_fabric fabric
+        kv_nic *nics
     const char *kv_fabric_provider(const kv_fabric *f)
     struct kv_entry_spec:
         int64_t src_region, src_base, dst_region, dst_base, signal
@@ -198,30 +214,32 @@ cdef extern from "poller.h" nogil:
         const kv_run *runs
         const kv_entry_spec *entries
         uint32_t num_runs, num_entries
-        uint64_t src_page_bytes, dst_page_bytes, row_bytes, item_bytes
+        kv_page src_page, dst_page
+        uint64_t row_bytes, item_bytes
+    struct kv_part:
+        uint32_t stream, num_bumps
+    struct kv_keys:
+        uint64_t *keys
+        uint32_t num
     kv_poller *kv_poller_open(const kv_config *config, kv_state *state, kv_error *e)
     c_bool kv_poller_self_test(kv_poller *p, kv_error *e)
     c_bool kv_poller_close(kv_poller *p)
     void kv_poller_free(kv_poller *p)
-    int64_t kv_register(kv_poller *p, uint64_t address, uint64_t bytes, kv_error *e)
+    int64_t kv_register(kv_poller *p, uint64_t address, uint64_t bytes, uint64_t nics, kv_error *e)
     int64_t kv_add_stream(kv_poller *p, kv_layer_counter *c, kv_error *e)
-    int64_t kv_open_link(kv_poller *p, const uint64_t *keys, uint32_t num_keys, kv_error *e)
+    int64_t kv_open_link(kv_poller *p, uint32_t nic, const uint64_t *keys, uint32_t num_keys, kv_error *e)
     int64_t kv_link_name(kv_poller *p, uint32_t link, uint8_t *name, kv_error *e)
     int64_t kv_link_regions(kv_poller *p, uint32_t link, kv_remote_region *out, kv_error *e)
     c_bool kv_link_cell(kv_poller *p, uint32_t link, kv_remote_region *out, kv_error *e)
-    c_bool kv_connect_link(kv_poller *p, uint32_t link, const void *name, size_t name_bytes,
-                           const kv_remote_region *regions, uint32_t num_regions, uint32_t window,
-                           const kv_remote_cell *cell, kv_error *e)
+    c_bool kv_connect_link(kv_poller *p, uint32_t link, const kv_remote *peer, uint32_t window, kv_error *e)
     c_bool kv_close_link(kv_poller *p, uint32_t link, c_bool fence, kv_error *e)
-    c_bool kv_rotate_port(kv_poller *p, const uint64_t *keys, uint32_t num_keys, kv_error *e)
+    c_bool kv_rotate_port(kv_poller *p, const kv_keys *keys, uint32_t num_lists, kv_error *e)
     c_bool kv_close_port(kv_poller *p, uint32_t number, kv_error *e)
-    c_bool kv_retarget_link(kv_poller *p, uint32_t link, const void *name, size_t name_bytes,
-                            const kv_remote_region *regions, uint32_t num_regions, const kv_remote_cell *cell,
-                            kv_error *e)
+    c_bool kv_retarget_link(kv_poller *p, uint32_t link, const kv_remote *peer, kv_error *e)
     c_bool kv_resume_link(kv_poller *p, uint32_t link, kv_error *e)
     int64_t kv_add_template(kv_poller *p, uint32_t link, const kv_template_spec *spec, kv_error *e)
-    uint64_t kv_begin_step(kv_poller *p, uint32_t stream, uint32_t num_bumps, const kv_order *orders,
-                           size_t num_orders, uint64_t deadline_ns, kv_error *e)
+    c_bool kv_begin_step(kv_poller *p, const kv_part *parts, uint32_t num_parts, const kv_order *orders,
+                         size_t num_orders, uint64_t deadline_ns, uint64_t *tickets, kv_error *e)
     c_bool kv_abandon(kv_poller *p, uint32_t stream, uint64_t ticket, kv_error *e)
     c_bool kv_stop_tag(kv_poller *p, uint32_t link, uint32_t tag, kv_error *e)
     unsigned kv_take(kv_poller *p, kv_record *out, unsigned max)

@@ -4,8 +4,9 @@
 No thread of the core ever takes the GIL; it speaks through records and one eventfd (`Poller.take`, `Poller.fd`).
 """
 cimport cython
+from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_FromStringAndSize
-from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport INT64_MAX, UINT32_MAX, int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
@@ -493,6 +494,9 @@ cdef class StateFile:
         return found
 
 
+_ATTACHED = object()   # in place of a counter's memory: it comes next
+
+
 cdef class LayerCounter:
     """The layer counter of one engine stream, in host memory.
 
@@ -500,21 +504,62 @@ cdef class LayerCounter:
 
     Args:
         num_slots: Steps that may be outstanding at a time.
+        memory: A writable buffer that the counter is made in, at a multiple of 64 bytes, with room for `size_bytes`:
+            memory that another process has mapped as well, and `attach`es to. It is cleared first, and kept as long as
+            the counter.
     """
 
     cdef kv_layer_counter *counter
-    cdef bint watched
+    cdef Py_buffer view
+    cdef bint watched, lent
 
-    def __cinit__(self, num_slots=64):
+    def __cinit__(self, num_slots=64, memory=None):
         if not 1 <= num_slots <= KV_MAX_SLOTS:
             raise ValueError(f"num_slots {num_slots}: want 1 to {KV_MAX_SLOTS}")
-        self.counter = kv_layer_counter_new(num_slots)
-        if self.counter == NULL:
-            raise MemoryError
+        if memory is _ATTACHED:
+            return
+        if memory is None:
+            self.counter = kv_layer_counter_new(num_slots)
+            if self.counter == NULL:
+                raise MemoryError
+        else:
+            self._borrow(memory, kv_layer_counter_bytes(num_slots))
+            self.counter = kv_layer_counter_init(self.view.buf, num_slots)
 
     def __dealloc__(self):
-        if self.counter != NULL:
+        if self.lent:
+            PyBuffer_Release(&self.view)
+        elif self.counter != NULL:
             kv_layer_counter_free(self.counter)
+
+    cdef _borrow(self, memory, size_t least_bytes):
+        PyObject_GetBuffer(memory, &self.view, PyBUF_SIMPLE | PyBUF_WRITABLE)
+        self.lent = True
+        if <size_t>self.view.len < least_bytes or <uintptr_t>self.view.buf % 64:
+            raise ValueError(f"{self.view.len} bytes of memory at {<uintptr_t>self.view.buf:#x}: want at least "
+                             f"{least_bytes} at a multiple of 64")
+
+    @staticmethod
+    def size_bytes(num_slots=64):
+        """Of the memory that a counter needs."""
+        if not 1 <= num_slots <= KV_MAX_SLOTS:
+            raise ValueError(f"num_slots {num_slots}: want 1 to {KV_MAX_SLOTS}")
+        return kv_layer_counter_bytes(num_slots)
+
+    @classmethod
+    def attach(cls, memory):
+        """The counter that was made in `memory`, as another process has mapped it.
+
+        Raises:
+            ValueError: there is none, or the memory is shorter than it.
+        """
+        cdef LayerCounter self = cls(memory=_ATTACHED)
+        self._borrow(memory, kv_layer_counter_bytes(1))
+        cdef uint32_t num_slots = (<kv_layer_counter *>self.view.buf).num_slots
+        if not 1 <= num_slots <= KV_MAX_SLOTS or <size_t>self.view.len < kv_layer_counter_bytes(num_slots):
+            raise ValueError(f"no layer counter in these {self.view.len} bytes: it would have {num_slots} slots")
+        self.counter = <kv_layer_counter *>self.view.buf
+        return self
 
     def start(self, uint64_t ticket):
         """Right before the forward of `ticket`; 0 for a forward that no step was begun for, which publishes nothing."""
@@ -528,7 +573,7 @@ cdef class LayerCounter:
 
     def bumps_of(self, uint64_t ticket):
         """Bumps of `ticket` as its ring slot shows them; None: it has not started, or its slot shows another one."""
-        cdef uint64_t word = kv_counter_read(self.counter, ticket)
+        cdef uint64_t word = kv_counter_read(self.counter, self.counter.num_slots, ticket)
         return kv_word_bumps(word) if word else None
 
     @property
@@ -551,11 +596,95 @@ cdef class LayerCounter:
         return <uintptr_t>self.counter
 
 
+cdef class _Keys:
+    """Lists of keys as the core takes them, one a network interface."""
+
+    cdef kv_keys *lists
+    cdef uint32_t num
+
+    def __cinit__(self, list keys):
+        self.lists = <kv_keys *>calloc(len(keys) + 1, sizeof(kv_keys))
+        if self.lists == NULL:
+            raise MemoryError
+        for i, its_keys in enumerate(keys):
+            self.lists[i].keys = <uint64_t *>calloc(len(its_keys) + 1, sizeof(uint64_t))
+            if self.lists[i].keys == NULL:
+                raise MemoryError
+            self.num += 1
+            for key in its_keys:
+                self.lists[i].keys[self.lists[i].num] = key
+                self.lists[i].num += 1
+
+    def __dealloc__(self):
+        for i in range(self.num):
+            free(self.lists[i].keys)
+        free(self.lists)
+
+
+cdef class _Remote:
+    """A peer's endpoints as the core takes them. Keeps what they point into."""
+
+    cdef kv_remote remote
+    cdef kv_remote_name *names
+    cdef kv_remote_region *regions
+    cdef kv_remote_cell *cells
+    cdef list targets
+
+    def __cinit__(self, targets, regions, beats):
+        cdef bytes address
+        self.targets = list(targets)
+        self.names = <kv_remote_name *>calloc(len(self.targets) + 1, sizeof(kv_remote_name))
+        self.regions = <kv_remote_region *>calloc(len(regions) + 1, sizeof(kv_remote_region))
+        self.cells = <kv_remote_cell *>calloc(len(beats) + 1, sizeof(kv_remote_cell))
+        if self.names == NULL or self.regions == NULL or self.cells == NULL:
+            raise MemoryError
+        for i, address in enumerate(self.targets):
+            self.names[i].bytes, self.names[i].num_bytes = <const char *>address, len(address)
+        for i, (base, num_bytes, key, target) in enumerate(regions):
+            self.regions[i] = kv_remote_region(base, num_bytes, key, target)
+        for i, (target, base, key, immediate) in enumerate(beats):
+            self.cells[i] = kv_remote_cell(base, key, immediate, target)
+        self.remote.names, self.remote.num_names = self.names, <uint32_t>len(self.targets)
+        self.remote.regions, self.remote.num_regions = self.regions, <uint32_t>len(regions)
+        self.remote.cells, self.remote.num_cells = self.cells, <uint32_t>len(beats)
+
+    def __dealloc__(self):
+        free(self.names)
+        free(self.regions)
+        free(self.cells)
+
+
+cdef bint _is_slice(int64_t start, int64_t stop, Py_ssize_t num) noexcept nogil:
+    return 0 <= start <= stop <= num
+
+
+cdef Py_ssize_t _read_orders(const int64_t[:, ::1] orders, const int32_t[:, ::1] pages, const uint64_t[:, ::1] edges,
+                             kv_order *out) noexcept nogil:
+    """Fills `out`. Returns the first order that makes no sense, or -1."""
+    cdef const int64_t *order
+    cdef Py_ssize_t i, k
+    for i in range(orders.shape[0]):
+        order = &orders[i, 0]
+        for k in range(5):
+            if not 0 <= order[k] <= UINT32_MAX:
+                return i
+        if not (0 <= order[5] <= 1 and _is_slice(order[6], order[7], pages.shape[0]) and
+                _is_slice(order[8], order[9], edges.shape[0])):
+            return i
+        out[i].part, out[i].link, out[i].template = <uint32_t>order[0], <uint32_t>order[1], <uint32_t>order[2]
+        out[i].imm, out[i].tag, out[i].ready = <uint32_t>order[3], <uint32_t>order[4], <c_bool>order[5]
+        out[i].chunk.num_pages, out[i].chunk.num_edges = order[7] - order[6], order[9] - order[8]
+        out[i].chunk.pages = &pages[order[6], 0] if order[7] > order[6] else NULL
+        out[i].chunk.edges = &edges[order[8], 0] if order[9] > order[8] else NULL
+    return -1
+
+
 @cython.no_gc_clear  # the thread reads the state and the counters until __dealloc__ has joined it
 cdef class Poller:
     """One thread that posts, polls, watches layer counters and counts what lands.
 
-    It has one libfabric domain, or one a link where the provider shares locks between processes (shm).
+    It has one libfabric domain a network interface, or one a link where the provider shares locks between processes
+    (shm).
 
     The thread starts with the first link or step; regions are registered before. Every method may be called from any
     thread.
@@ -563,20 +692,21 @@ cdef class Poller:
     Args:
         provider: As libfabric names it.
         state: What landed rows are counted in.
-        node: Local address of the domain; ignored by shm.
+        nics: The local address of each network interface; equal ones are allowed. Ignored by shm, but for their number.
         core: CPU the thread is pinned to; -1 for none.
-        cq_entries: Size of the completion queue: all windows granted to peers plus all own operations.
+        cq_entries: Size of the completion queue of each interface: all windows granted to peers plus all own
+            operations.
         spin: Poll without pause while busy. None: only if there are more than 2 CPUs; otherwise naps of 20-50 us.
         spin_ns: Quiet time before the first nap or sleep.
         sleep_max_ns: Longest sleep while idle; a command ends it.
         max_write_bytes: Neighbouring runs are merged up to this.
         link_bytes: About the bytes in flight on a link.
         op_timeout_ns: A link fails when its oldest operation, or the provider's refusal, is older.
-        heartbeat_ns: Every connected link writes a heartbeat to its peer so often.
+        heartbeat_ns: Every connected link writes its heartbeats so often.
         lease_ns: A link fails when no heartbeat of its peer has landed for so long, by this process's clock.
         first_lease_ns: The same until the first has landed, if it is longer: the peer may still be getting ready.
-        shared_endpoint: All links land and send through one port (an endpoint and the registrations of all regions);
-            for providers whose queue pairs are scarce. See `rotate`.
+        shared_endpoint: All links of an interface land and send through one port (an endpoint and the registrations of
+            its regions); for providers whose queue pairs are scarce. See `rotate`.
 
     Raises:
         NativeError: the provider is unknown, refused or cannot be opened.
@@ -588,12 +718,12 @@ cdef class Poller:
     cdef StateFile state
     cdef list counters
     cdef list owners
-    cdef uint32_t num_regions
+    cdef uint32_t num_nics
     cdef readonly str provider
     cdef readonly int fd
-    cdef readonly bint closed
+    cdef readonly bint closed, fence_proven
 
-    def __cinit__(self, str provider, StateFile state not None, *, node="127.0.0.1", int core=-1,
+    def __cinit__(self, str provider, StateFile state not None, *, nics=("127.0.0.1",), int core=-1,
                   uint32_t cq_entries=8192, spin=None, uint64_t spin_ns=50_000, uint64_t sleep_max_ns=8_000_000,
                   uint32_t max_write_bytes=1 << 20, uint64_t link_bytes=1 << 20, uint64_t op_timeout_ns=5_000_000_000,
                   uint64_t heartbeat_ns=500_000_000, uint64_t lease_ns=2_000_000_000,
@@ -602,16 +732,23 @@ cdef class Poller:
         cdef kv_error e
         cdef kv_config config
         cdef bytes raw_provider = provider.encode()
-        cdef bytes raw_node = b"" if node is None else node.encode()
-        cdef char *node_name = raw_node
+        cdef const char *addresses[KV_MAX_NICS]
+        cdef bytes raw_nic
+        raw_nics = [None if nic is None else nic.encode() for nic in nics]   # kept while `addresses` point into them
         state._check(True)
         if core < -1 or core >= 1024 or not cq_entries or not max_write_bytes or not link_bytes or not sleep_max_ns:
             raise ValueError("core, cq_entries, max_write_bytes, link_bytes or sleep_max_ns is out of range")
         if not heartbeat_ns or lease_ns < 2 * heartbeat_ns or lease_ns < 4 * sleep_max_ns:
             raise ValueError(f"a lease of {lease_ns} ns: want at least two heartbeats ({heartbeat_ns} ns) and four "
                              f"times the longest sleep ({sleep_max_ns} ns), and heartbeats")
+        if not 1 <= len(raw_nics) <= KV_MAX_NICS:
+            raise ValueError(f"{len(raw_nics)} network interfaces: want 1 to {KV_MAX_NICS}")
+        for i, raw_nic in enumerate(raw_nics):
+            addresses[i] = NULL
+            if raw_nic is not None:
+                addresses[i] = raw_nic
         config.provider = raw_provider
-        config.node = NULL if node is None else node_name
+        config.nics, config.num_nics = addresses, <uint32_t>len(raw_nics)
         config.core = core
         config.cq_entries = cq_entries
         config.spin = (os.cpu_count() or 1) > 2 if spin is None else spin
@@ -632,7 +769,10 @@ cdef class Poller:
         if self.poller == NULL:
             raise _error(&e, provider)
         _open_pollers.add(self)
-        self.provider = kv_fabric_provider(&self.poller.fabric).decode()
+        self.num_nics = config.num_nics
+        self.provider = kv_fabric_provider(&self.poller.nics.fabric).decode()
+        # Whether closing a link under traffic is known to stop what lands, and to harm nothing else.
+        self.fence_proven = self.poller.nics.fabric.fence_proven
         self.fd = self.poller.records.bell.fd
 
     def __dealloc__(self):
@@ -663,13 +803,8 @@ cdef class Poller:
         self.counters = []
         self.owners = []
 
-    @property
-    def fence_proven(self):
-        """Whether closing a link under traffic is known to stop what lands, and to harm nothing else."""
-        return self.poller.fabric.fence_proven
-
     def self_test(self):
-        """Writes with immediate through the provider, the way production does. Before the first link or step.
+        """Writes with immediate through each network interface, as production does. Before the first link or step.
 
         Raises:
             NativeError: names the call that failed and what was seen.
@@ -681,13 +816,19 @@ cdef class Poller:
         if not ok:
             raise _error(&e, self.provider)
 
-    def register(self, uint64_t address, uint64_t num_bytes, owner=None):
-        """Registers source memory, without remote access. Returns its region index. `owner` is kept until the close."""
+    def register(self, uint64_t address, uint64_t num_bytes, owner=None, nics=None):
+        """Registers source memory, without remote access, with some of the network interfaces (None: all), whose links
+        offer it to their peers. Returns its region index. `owner` is kept until the close.
+        """
         cdef kv_error e
-        cdef int64_t index = kv_register(self.poller, address, num_bytes, &e)
+        cdef uint64_t mask = 0
+        for nic in range(self.num_nics) if nics is None else nics:
+            if not 0 <= nic < self.num_nics:
+                raise ValueError(f"network interface {nic} of {self.num_nics}")
+            mask |= <uint64_t>1 << <int>nic
+        cdef int64_t index = kv_register(self.poller, address, num_bytes, mask, &e)
         if index < 0:
             raise _error(&e, self.provider)
-        self.num_regions += 1
         self.owners.append(owner)
         return index
 
@@ -703,28 +844,18 @@ cdef class Poller:
         self.counters.append(counter)
         return index
 
-    def open_link(self, keys):
-        """Begins to open an endpoint that a peer may write to, with `keys[i]` for region i and the last for the cell
-        that its heartbeats go to. Returns the link's id.
+    def open_link(self, keys, uint32_t nic=0):
+        """Begins to open an endpoint on a network interface that a peer may write to, with a key for each region of
+        that interface, by index, and the last for the cell that its heartbeats go to. Returns the link's id.
 
         A LINK_OPENED or LINK_FAILED record follows. Either way it is closed by `close_link`. With a shared endpoint
-        the first link's keys are those of port 1; others take what there is, as `link_regions` says.
+        the first link's keys are those of its interface's port; others take what there is, as `link_regions` says.
         """
         cdef kv_error e
         cdef int64_t link
-        cdef size_t num = len(keys)
-        if num != self.num_regions + 1:
-            raise ValueError(f"{num} keys for {self.num_regions} regions and a cell")
-        cdef uint64_t *raw = <uint64_t *>calloc(num + 1, sizeof(uint64_t))
-        if raw == NULL:
-            raise MemoryError
-        try:
-            for i in range(num):
-                raw[i] = keys[i]
-            with nogil:
-                link = kv_open_link(self.poller, raw, <uint32_t>num, &e)
-        finally:
-            free(raw)
+        cdef _Keys lists = _Keys([keys])
+        with nogil:
+            link = kv_open_link(self.poller, nic, lists.lists[0].keys, lists.lists[0].num, &e)
         if link < 0:
             raise _error(&e, self.provider)
         return link
@@ -739,7 +870,7 @@ cdef class Poller:
         return PyBytes_FromStringAndSize(<char *>name, num)
 
     def link_regions(self, uint32_t link):
-        """(base, bytes, key) of each region, for the peer. After LINK_OPENED."""
+        """(base, bytes, key) of each region of its network interface, for the peer. After LINK_OPENED."""
         cdef kv_error e
         cdef kv_remote_region regions[KV_MAX_REGIONS]
         cdef int64_t num = kv_link_regions(self.poller, link, regions, &e)
@@ -755,32 +886,20 @@ cdef class Poller:
             raise _error(&e, self.provider)
         return cell.base, cell.bytes, cell.key
 
-    def connect_link(self, uint32_t link, bytes address not None, regions, uint32_t window, beat):
-        """Pairs the link with the peer's endpoint, and begins to send heartbeats and to expect them. After LINK_OPENED.
+    def connect_link(self, uint32_t link, targets, regions, uint32_t window, beats):
+        """Pairs the link with endpoints of a peer, and begins to send heartbeats and to expect them. After LINK_OPENED.
 
         Args:
-            address: The peer's `link_address`.
-            regions: The peer's `link_regions`.
+            targets: `link_address` of each endpoint of the peer that this link writes to, or is written to by.
+            regions: (base, bytes, key, target) of the peer's regions, by `link_regions` of its links.
             window: Operations in flight that the peer grants; heartbeats come on top.
-            beat: (base, key, immediate) of the peer's heartbeats' cell; the immediate carries no rows.
+            beats: (target, base, key, immediate) of the cells that heartbeats go to; the immediates carry no rows.
         """
         cdef kv_error e
         cdef c_bool ok
-        cdef kv_remote_cell cell
-        cdef size_t num = len(regions)
-        cdef const char *name = address
-        cdef size_t name_bytes = len(address)
-        cdef kv_remote_region *raw = <kv_remote_region *>calloc(num + 1, sizeof(kv_remote_region))
-        if raw == NULL:
-            raise MemoryError
-        try:
-            for i in range(num):
-                raw[i].base, raw[i].bytes, raw[i].key = regions[i]
-            cell.base, cell.key, cell.imm = beat
-            with nogil:
-                ok = kv_connect_link(self.poller, link, name, name_bytes, raw, <uint32_t>num, window, &cell, &e)
-        finally:
-            free(raw)
+        cdef _Remote peer = _Remote(targets, regions, beats)
+        with nogil:
+            ok = kv_connect_link(self.poller, link, &peer.remote, window, &e)
         if not ok:
             raise _error(&e, self.provider)
 
@@ -799,35 +918,29 @@ cdef class Poller:
             raise _error(&e, self.provider)
 
     def rotate(self, keys):
-        """Begins to open another port, with `keys[i]` for region i. PORT_OPENED (id: number) or PORT_FAILED follows.
+        """Begins to open another port on every network interface; `keys` has a list for each, with a key for each of its
+        regions. PORT_OPENED (id: number) follows when all are open, or PORT_FAILED and none is.
 
         From PORT_OPENED on `link_address` and `link_regions` of every open link are the new port's; a link's own
-        writes go through it as soon as none of them is in flight. The cells keep their keys. The port before stays
-        open, for peers that still write to it, until `close_port`; there are never more than the two.
+        writes go through it as soon as none of them is in flight. The cells keep their keys. The ports before stay
+        open, for peers that still write to them, until `close_port`; there are never more than the two generations.
 
         Raises:
-            RuntimeError: links have a port each, or the port before is still open or another one being opened.
+            RuntimeError: links have a port each, or the ports before are still open or others being opened.
         """
         cdef kv_error e
         cdef c_bool ok
-        cdef size_t num = len(keys)
-        cdef uint64_t *raw = <uint64_t *>calloc(num + 1, sizeof(uint64_t))
-        if raw == NULL:
-            raise MemoryError
-        try:
-            for i in range(num):
-                raw[i] = keys[i]
-            with nogil:
-                ok = kv_rotate_port(self.poller, raw, <uint32_t>num, &e)
-        finally:
-            free(raw)
+        cdef _Keys lists = _Keys(list(keys))
+        with nogil:
+            ok = kv_rotate_port(self.poller, lists.lists, lists.num, &e)
         if not ok:
             raise _error(&e, self.provider)
 
     def close_port(self, uint32_t port=0):
-        """Begins to close the older port, or the only one; `port` other than 0 must be its number.
+        """Begins to close the older port, or the only one, on every network interface; `port` other than 0 must be its
+        number.
 
-        PORT_CLOSED says that nothing can land through it any more and that all that had landed is counted. LINK_CLOSED
+        PORT_CLOSED says that nothing can land through any of them and that all that had landed is counted. LINK_CLOSED
         follows for closing links whose peers knew no newer port. Links that live finish their writes first.
         """
         cdef kv_error e
@@ -837,32 +950,20 @@ cdef class Poller:
         if not ok:
             raise _error(&e, self.provider)
 
-    def retarget_link(self, uint32_t link, bytes address not None, regions, beat):
-        """The peer has rotated: points the link to where it is now. Arguments as of `connect_link`.
+    def retarget_link(self, uint32_t link, targets, regions, beats):
+        """The peer has rotated: points the link to where it is now. Arguments as of `connect_link`, and as many.
 
-        Posting is held from now on, and heartbeats go to the new cell at once. LINK_HELD says that nothing posted
+        Posting is held from now on, and heartbeats go to the new cells at once. LINK_HELD says that nothing posted
         before is in flight; `resume_link` lets the link go on.
 
         Raises:
-            ValueError: base or size of a region differ from before.
+            ValueError: base, size or target of a region, or the target of heartbeats, differ from before.
         """
         cdef kv_error e
         cdef c_bool ok
-        cdef kv_remote_cell cell
-        cdef size_t num = len(regions)
-        cdef const char *name = address
-        cdef size_t name_bytes = len(address)
-        cdef kv_remote_region *raw = <kv_remote_region *>calloc(num + 1, sizeof(kv_remote_region))
-        if raw == NULL:
-            raise MemoryError
-        try:
-            for i in range(num):
-                raw[i].base, raw[i].bytes, raw[i].key = regions[i]
-            cell.base, cell.key, cell.imm = beat
-            with nogil:
-                ok = kv_retarget_link(self.poller, link, name, name_bytes, raw, <uint32_t>num, &cell, &e)
-        finally:
-            free(raw)
+        cdef _Remote peer = _Remote(targets, regions, beats)
+        with nogil:
+            ok = kv_retarget_link(self.poller, link, &peer.remote, &e)
         if not ok:
             raise _error(&e, self.provider)
 
@@ -875,14 +976,18 @@ cdef class Poller:
         if not ok:
             raise _error(&e, self.provider)
 
-    def add_template(self, uint32_t link, const uint64_t[:, ::1] runs, uint64_t src_page_bytes,
-                     uint64_t dst_page_bytes, const int64_t[:, ::1] entries, uint64_t row_bytes, uint64_t item_bytes):
+    def add_template(self, uint32_t link, const uint64_t[:, ::1] runs, src_page, dst_page,
+                     const int64_t[:, ::1] entries, uint64_t row_bytes, uint64_t item_bytes):
         """Adds what is common to all transfers of one pair of layouts. Lives until the link is closed.
 
         Args:
-            runs: uint64 (n, 4): source offset, destination offset, bytes, rows within a page pair.
+            runs: uint64 (n, 4): source offset, destination offset, bytes, rows within a pair of units.
+            src_page: (page bytes, units a page, unit bytes): unit u lies at u // units * page bytes + u % units * unit
+                bytes. Where both sides have pages of one size a page is a unit: (page bytes, 1, 0).
+            dst_page: The same of the destination.
             entries: int64 (m, 5): source region and base, destination region and base, signal; by signal. All writes of
-                a transfer are posted for every entry, once the step shows `signal` bumps.
+                a transfer are posted for every entry, once the step shows `signal` bumps. Source regions are numbered
+                as `register` did, and must be on the link's interface; destination regions as `connect_link` got them.
             row_bytes: A run that is too long for one write is split at multiples of this.
             item_bytes: Bytes of one element of a row.
 
@@ -896,63 +1001,63 @@ cdef class Poller:
         spec.num_runs, spec.num_entries = <uint32_t>runs.shape[0], <uint32_t>entries.shape[0]
         spec.runs = <const kv_run *>&runs[0, 0] if runs.shape[0] else NULL
         spec.entries = <const kv_entry_spec *>&entries[0, 0] if entries.shape[0] else NULL
-        spec.src_page_bytes, spec.dst_page_bytes = src_page_bytes, dst_page_bytes
+        spec.src_page.page_bytes, spec.src_page.units, spec.src_page.unit_bytes = src_page
+        spec.dst_page.page_bytes, spec.dst_page.units, spec.dst_page.unit_bytes = dst_page
         spec.row_bytes, spec.item_bytes = row_bytes, item_bytes
         cdef int64_t template = kv_add_template(self.poller, link, &spec, &e)
         if template < 0:
             raise _error(&e, self.provider)
         return template
 
-    def begin_step(self, uint32_t counter, uint32_t num_bumps, transfers, const int32_t[:, ::1] pages, page_starts,
-                   const uint64_t[:, ::1] edges, edge_starts, uint64_t deadline_ns):
-        """Arms transfers for the next forward pass on `counter`: all of them, or none.
+    def begin_step(self, parts, const int64_t[:, ::1] orders, const int32_t[:, ::1] pages,
+                   const uint64_t[:, ::1] edges, uint64_t deadline_ns):
+        """Arms transfers for the next forward pass on some layer counters: all of them, or none.
 
         Args:
-            num_bumps: Bumps this step must show; no entry of a transfer may wait for more.
-            transfers: (link, template, immediate, tag, ready) each; a ready one is posted at once.
-            pages: int32 (n, 2): source and destination page; page_starts[i] to page_starts[i + 1] are transfer i's.
-            edges: uint64 (k, 4): runs relative to the entries' bases, for pages that are filled in part; likewise.
+            parts: (counter, num_bumps) of each layer counter that the pass runs on, with the bumps that it must show
+                there; no entry of a transfer of that part may wait for more.
+            orders: int64 (n, 10), a transfer each: part, link, template, immediate, tag, ready (0 or 1; a ready one is
+                posted at once), and its slices of pages and edges: page start, page stop, edge start, edge stop.
+            pages: int32 (m, 2): source and destination unit of each pair.
+            edges: uint64 (k, 4): runs relative to the entries' bases, for units that are filled in part.
             deadline_ns: From now.
 
         Returns:
-            The ticket, never 0.
+            A ticket for each part, never 0.
 
         Raises:
             ValueError: a write would leave its region, or an argument makes no sense. Nothing was armed.
             RingFullError: too many steps are outstanding. Nothing was armed.
         """
         cdef kv_error e
-        cdef Py_ssize_t num = len(transfers)
-        cdef uint64_t ticket = 0
+        cdef kv_part raw_parts[KV_MAX_STREAMS]
+        cdef uint64_t tickets[KV_MAX_STREAMS]
         cdef uint64_t latest = _LONGEST_NS - kv_now_ns()
-        cdef int64_t page_at, page_end, edge_at, edge_end
-        cdef kv_order *order
-        if len(page_starts) != num + 1 or len(edge_starts) != num + 1 or pages.shape[1] != 2 or edges.shape[1] != 4:
-            raise ValueError("page_starts and edge_starts have one more than transfers, pages 2 columns and edges 4")
-        cdef kv_order *orders = <kv_order *>calloc(num + 1, sizeof(kv_order))
-        if orders == NULL:
+        cdef Py_ssize_t num = orders.shape[0], wrong
+        cdef uint32_t num_parts = 0
+        cdef c_bool ok
+        if orders.shape[1] != 10 or pages.shape[1] != 2 or edges.shape[1] != 4:
+            raise ValueError("orders has 10 columns, pages 2 and edges 4")
+        if len(parts) > KV_MAX_STREAMS:
+            raise ValueError(f"a step on {len(parts)} layer counters; want 1 to {KV_MAX_STREAMS}")
+        for counter, num_bumps in parts:
+            raw_parts[num_parts].stream, raw_parts[num_parts].num_bumps = counter, num_bumps
+            num_parts += 1
+        cdef kv_order *raw = <kv_order *>calloc(num + 1, sizeof(kv_order))
+        if raw == NULL:
             raise MemoryError
         try:
-            page_at, edge_at = page_starts[0], edge_starts[0]
-            if page_at < 0 or edge_at < 0:
-                raise ValueError("page_starts and edge_starts begin at 0 or later")
-            for i in range(num):
-                order = &orders[i]
-                order.link, order.template, order.imm, order.tag, order.ready = transfers[i]
-                page_end, edge_end = page_starts[i + 1], edge_starts[i + 1]
-                if not (page_at <= page_end <= pages.shape[0] and edge_at <= edge_end <= edges.shape[0]):
-                    raise ValueError(f"transfer {i}: page_starts or edge_starts leave their arrays")
-                order.chunk.num_pages, order.chunk.num_edges = page_end - page_at, edge_end - edge_at
-                order.chunk.pages = &pages[page_at, 0] if page_end > page_at else NULL
-                order.chunk.edges = &edges[edge_at, 0] if edge_end > edge_at else NULL
-                page_at, edge_at = page_end, edge_end
-            ticket = kv_begin_step(self.poller, counter, num_bumps, orders, num,
-                                   deadline_ns if deadline_ns < latest else latest, &e)
+            wrong = _read_orders(orders, pages, edges, raw)
+            if wrong >= 0:
+                raise ValueError(f"transfer {wrong}: {list(orders[wrong])} of {pages.shape[0]} page pairs and "
+                                 f"{edges.shape[0]} edges: a number or a slice is out of range")
+            ok = kv_begin_step(self.poller, raw_parts, num_parts, raw, num,
+                               deadline_ns if deadline_ns < latest else latest, tickets, &e)
         finally:
-            free(orders)
-        if not ticket:
+            free(raw)
+        if not ok:
             raise _error(&e, self.provider)
-        return ticket
+        return [tickets[i] for i in range(num_parts)]
 
     def abandon(self, uint32_t counter, uint64_t ticket):
         """The step will not run: its transfers end with STOPPED records and its ring slot comes back."""
