@@ -39,7 +39,7 @@ class FabricSettings:
 
     fabric: str
     local: bool
-    address: str
+    nics: Sequence[str | None]
     incarnation: str
     cq_entries: int
     heartbeat_s: float
@@ -63,7 +63,7 @@ class Fabric:
         poller: Poller,
         state: native.StateFile,
         choice: FabricChoice,
-        num_regions: int,
+        num_regions: Sequence[int],
         state_lock: int,
         rotates: bool,
     ) -> None:
@@ -74,20 +74,22 @@ class Fabric:
         self._state_lock = state_lock
         self.rotates = rotates
 
-    def open_link(self) -> int:
+    def open_link(self, nic: int) -> int:
         """Start to open an endpoint for one peer, registered under keys that nobody can guess or has seen before.
 
         Raises:
             FabricUnavailableError: Too many are open, or the polling thread does not start.
         """
         try:
-            return self.poller.open_link(self._new_keys(self._num_regions + 1))  # the last is the heartbeat cell's
+            return self.poller.open_link(
+                self._new_keys(self._num_regions[nic] + 1), nic
+            )  # the last is the heartbeat cell's
         except (native.NativeError, native.RingFullError, OSError) as error:
             raise FabricUnavailableError(f"no endpoint can be opened: {error}") from error
 
     def rotate(self) -> None:
         """Start to open another endpoint for all peers, under new keys."""
-        self.poller.rotate(self._new_keys(self._num_regions))
+        self.poller.rotate([self._new_keys(num) for num in self._num_regions])
 
     def close_old_port(self) -> None:
         """Start to close the endpoint that all peers wrote to before, or the only one."""
@@ -104,24 +106,19 @@ class Fabric:
 
     def begin_step(
         self,
-        counter: int,
-        num_bumps: int,
-        transfers: Sequence[tuple[int, int, int, int, bool]],
+        parts: Sequence[tuple[int, int]],
+        orders: npt.NDArray[np.int64],
         pages: npt.NDArray[np.int32],
-        page_starts: Sequence[int],
         edges: npt.NDArray[np.uint64],
-        edge_starts: Sequence[int],
         deadline_ns: int,
-    ) -> int:
+    ) -> list[int]:
         """Arm a step; see `native.Poller.begin_step`.
 
         Raises:
             StepLimitError: No slot of the layer counter is free.
         """
         try:
-            return self.poller.begin_step(
-                counter, num_bumps, transfers, pages, page_starts, edges, edge_starts, deadline_ns
-            )
+            return self.poller.begin_step(parts, orders, pages, edges, deadline_ns)
         except native.RingFullError as error:
             raise StepLimitError(str(error)) from error
 
@@ -147,7 +144,9 @@ class Fabric:
             self._state_lock = -1
 
 
-def open_fabric(settings: FabricSettings, regions: Sequence[tuple[int, int]], owner: object = None) -> Fabric:
+def open_fabric(
+    settings: FabricSettings, regions: Sequence[tuple[int, int, Sequence[int]]], owner: object = None
+) -> Fabric:
     """Open the first candidate that passes the self-test, and register `regions` (address, bytes) with it.
 
     `owner` keeps their memory alive; it is held until the poller has stopped.
@@ -168,8 +167,8 @@ def open_fabric(settings: FabricSettings, regions: Sequence[tuple[int, int]], ow
         try:
             poller = _open_poller(provider, state, settings)
             poller.self_test()
-            for address, num_bytes in regions:
-                poller.register(address, num_bytes, owner)
+            for address, num_bytes, nics in regions:
+                poller.register(address, num_bytes, owner, nics)
         except (native.NativeError, OSError) as error:
             answers.append(f"{provider}: {error}")
             if poller is not None:
@@ -177,7 +176,8 @@ def open_fabric(settings: FabricSettings, regions: Sequence[tuple[int, int]], ow
             state.close()
             continue
         choice = FabricChoice(poller.provider, _why(settings, provider, answers))
-        return Fabric(poller, state, choice, len(regions), lock(path), _rotates(settings, provider))
+        num_regions = [sum(nic in nics for _, _, nics in regions) for nic in range(len(settings.nics))]
+        return Fabric(poller, state, choice, num_regions, lock(path), _rotates(settings, provider))
     found = ", ".join(native.providers()) or "none"
     raise FabricUnavailableError(
         f"fabric {settings.fabric!r} cannot be used: {' / '.join(answers)}. libfabric offers here: {found}"
@@ -195,6 +195,7 @@ def _open_poller(provider: str, state: native.StateFile, settings: FabricSetting
         return InProcessPoller(
             current_air(),
             state,
+            nics=settings.nics,
             cq_entries=settings.cq_entries,
             heartbeat_ns=heartbeat_ns,
             lease_ns=lease_ns,
@@ -203,7 +204,7 @@ def _open_poller(provider: str, state: native.StateFile, settings: FabricSetting
     return native.Poller(
         provider,
         state,
-        node=settings.address,
+        nics=settings.nics,
         core=-1 if settings.poller_core is None else settings.poller_core,
         cq_entries=settings.cq_entries,
         spin=settings.poller_spins,

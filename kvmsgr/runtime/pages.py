@@ -75,6 +75,8 @@ def check_cover(groups: Sequence[GroupLayout], spans: Sequence[Span], num_tokens
         LayoutError: Positions would be missing at the end or in the middle.
     """
     for index, group in enumerate(groups):
+        if group.recurrent:
+            continue  # its one page is the end of the prompt
         of_group = sorted((span for span in spans if span.group == index), key=lambda span: span.first_token)
         ranges = [span_positions(span, group.page_tokens, num_tokens) for span in of_group]
         ends = [*(positions.start for positions in ranges[1:]), num_tokens - 1]

@@ -123,11 +123,11 @@ class Routes:
         return plans
 
     def _plan_links(self) -> tuple[list[list[int]], list[range]]:
-        """For each interface of ours, the peer's endpoints that it writes to, and those that it sends heartbeats to:
-        each endpoint hears from one."""
-        num_links = sum(map(len, self._ours))
-        beats = [range(link, len(self._endpoints), num_links) for link in range(num_links)]
-        targets = [set(own) for own in beats]
+        """For each interface of ours, the peer's endpoints that it meets, and those of them that it sends heartbeats
+        to: each endpoint hears from one."""
+        num_links, num_endpoints = sum(map(len, self._ours)), len(self._endpoints)
+        beats = [range(link, num_endpoints, num_links) for link in range(num_links)]
+        targets = [{*own, link % num_endpoints} for link, own in enumerate(beats)]  # the latter is whom it hears
         for pair in {(source, number) for source, number, _ in self._plans}.union(self._context_plans):
             for ours, theirs in self._rails(*pair):
                 targets[ours].add(theirs)

@@ -108,23 +108,23 @@ class Shard:
             recurrent=self.group.recurrent,
         )
 
-    def _at(self, layer: int, pages: Sequence[int], positions: range, first: int) -> tuple[Any, ...]:
-        """Index of the rows of positions in `_rows`; `pages` begin with the one that holds `first`."""
+    def _at(self, pages: Sequence[int], positions: range, first: int) -> tuple[Any, ...]:
+        """Index of the rows of positions in a layer; `pages` begin with the one that holds `first`."""
         tokens = self._rows.shape[4]
         places = np.array(positions) - first // tokens * tokens
-        return self.layers.index(layer), slice(None), slice(None), np.array(pages)[places // tokens], places % tokens
+        return slice(None), slice(None), np.array(pages)[places // tokens], places % tokens
 
     def put(self, request: int, layer: int, pages: Sequence[int], positions: range, first: int) -> None:
         """Compute rows. Layers and positions that are not here, or have left the window, are somebody else's."""
         if layer in self.layers and len(positions):
             rows = tagged(request, self.group, layer, self.heads, positions)
-            self._rows[self._at(layer, pages, positions, first)] = rows
+            self._rows[self.layers.index(layer)][self._at(pages, positions, first)] = rows
 
     def check(self, request: int, pages: Sequence[int], num_positions: int, first: int) -> None:
         """All rows are there, and every other page is as it was."""
         positions = range(first, num_positions) if not self.group.recurrent else range(1)
         for layer in self.layers:
-            found = self._rows[self._at(layer, pages, positions, first)]
+            found = self._rows[self.layers.index(layer)][self._at(pages, positions, first)]
             wanted = tagged(request, self.group, layer, self.heads, positions)
             wrong = np.argwhere((found != wanted).any(-1))
             assert not len(wrong), f"{self.group.name} {layer=}: wrong at (plane, head, position) {wrong[0].tolist()}"
@@ -192,6 +192,8 @@ class Node:
                 self._bump(steps, layer)
                 await asyncio.sleep(0)
             self._compute_context(request, asked, steps)
+        for part in asked:
+            await part.released()
 
     def _compute(
         self, request: int, layer: int, pages: Sequence[Sequence[int]], start: int, stop: int, num_positions: int
@@ -306,12 +308,10 @@ async def move(
         )
         for messenger in target.messengers
     ]
-    working = asyncio.ensure_future(_serve(source, len(fetches), request, chunk, accept))
-    try:
-        arrivals = [await within(_arrival(fetch)) for fetch in fetches]
-        await within(working)
-    finally:
-        working.cancel()
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        waiting = [tasks.create_task(_arrival(fetch)) for fetch in fetches]
+        tasks.create_task(_serve(source, len(fetches), request, chunk, accept))
+    arrivals = [task.result() for task in waiting]
     for fetch in fetches:
         await within(fetch.released())
     target.check(request, pages, num_positions, range(len(target.shards)) if ranks is None else ranks)
