@@ -166,7 +166,8 @@ static void test_a_step_is_armed_as_a_whole(struct node *source)
     CHECK(num && num < 8);   /* the last one of the steps before is not over yet */
     CHECK(!begin(source, 1, false, both, &error) && error.kind == KV_FULL);
     CHECK(strstr(error.text, "8 steps of layer counter 1"));
-    kv_counter_start(source->counters[1], one[0]);   /* which ends it */
+    kv_counter_start(source->counters[1], one[0]);
+    CHECK(wait_record(source, KV_STEP_ENDED).value == STEPS);
     for (int i = 0; i < num; i++)
         CHECK(kv_abandon(source->poller, 1, one[i], &error));
     while (!begin(source, 1, false, both, &error))
