@@ -9,7 +9,7 @@ int main(void)
     if (!t)
         return 0;
     t->row_bytes = t->item_bytes = 1;
-    t->src_page_bytes = t->dst_page_bytes = 64;
+    t->src_page = t->dst_page = (struct kv_page){64, 1, 0};
     t->runs[0] = (struct kv_run){0, 0, 8, 8};
     t->entries[0] = (struct kv_entry){.src_room = 1 << 20, .dst_room = 1 << 20};
     int32_t pages[] = {0, 0, 1, 1, 2, 2, 3, 3};

@@ -53,7 +53,7 @@ static void open_closable(bool shared)
             kv_port_free(o);
         } else if (shared) {
             l->told = o;
-            kv_port_share(toy, o);
+            kv_port_share(toy, o, 0);
         }
     }
 }
@@ -146,13 +146,40 @@ static void test_links_of_a_shared_port_wait_for_it(void)
     toy_step(0, toy_transfer(0, 1, 4, true), NULL);
     kv_post(toy);
     kv_port_begin_closing(toy, ports[0]);
-    CHECK(num_closed == 0 && !toy->port);
+    CHECK(num_closed == 0 && !toy_nic.port);
     expect(KV_LINK_FAILED, other);   /* it has no other port */
     go_round(), go_round();
     CHECK(num_closed == 1 && toy->num_flying == 0);
     expect(KV_STOPPED, 1);
     expect(KV_PORT_CLOSED, 1);
     expect(KV_LINK_CLOSED, closing);
+    toy_no_record();
+    close_rest();
+}
+
+static void test_a_port_is_over_when_it_is_so_on_every_interface(void)
+{
+    open_closable(true);
+    struct kv_nic other = {0};
+    struct kv_domain busy = {.fabric = &other.fabric, .cq = &toy_cq, .num_ports = 1};   /* whose queue nobody reads for now */
+    struct kv_port *o = kv_port_new(&other, NULL);
+    CHECK(o);
+    o->domain = &busy;
+    kv_list_init(&busy.in_poller);
+    o->endpoint.ep = &toy_endpoints[TOY_LINKS - 1];
+    kv_list_append(&toy->ports, &o->in_poller);
+    kv_port_share(toy, o, 0);
+    CHECK(o->number == 1 && other.port == o);   /* as on the other interface */
+    for (uint32_t i = 0; i < TOY_LINKS; i++)
+        kv_link_close(toy, toy_link(i), false), expect(KV_LINK_CLOSED, 1 << KV_LINK_SLOT_BITS | i);
+    kv_port_begin_closing(toy, ports[0]);
+    kv_port_begin_closing(toy, o);
+    go_round(), go_round();
+    CHECK(num_closed == 2 && toy->num_closing == 1);
+    toy_no_record();
+    kv_list_append(&toy->domains, &busy.in_poller);
+    go_round();
+    expect(KV_PORT_CLOSED, 1);
     toy_no_record();
     close_rest();
 }
@@ -178,13 +205,13 @@ static void test_without_a_fence_a_link_waits_for_what_is_in_flight(void)
 /* A second port, as a rotation leaves it: every link is told to move. */
 static struct kv_port *second_port(void)
 {
-    struct kv_port *o = kv_port_new(NULL, NULL, 0);
+    struct kv_port *o = kv_port_new(&toy_nic, NULL);
     CHECK(o);
     o->domain = &toy_domain;
     toy_domain.num_ports++;
     o->endpoint.ep = &toy_endpoints[TOY_LINKS - 1];
     kv_list_append(&toy->ports, &o->in_poller);
-    kv_port_share(toy, o);
+    kv_port_share(toy, o, toy->ports_made + 1);
     for (uint32_t i = 0; i < TOY_LINKS; i++) {
         toy_link(i)->port = o;
         toy_link(i)->moving = true;
@@ -236,6 +263,7 @@ int main(void)
     test_a_link_ends_when_the_queue_has_been_read_to_its_end();
     test_what_was_in_flight_comes_back_before_the_link_ends();
     test_links_of_a_shared_port_wait_for_it();
+    test_a_port_is_over_when_it_is_so_on_every_interface();
     test_without_a_fence_a_link_waits_for_what_is_in_flight();
     test_a_link_moves_when_its_writes_in_flight_are_complete();
     test_writes_that_are_stuck_in_the_old_port_end_with_it();

@@ -68,6 +68,21 @@ static void test_a_refused_heartbeat_is_tried_again(void)
     toy_close();
 }
 
+static void test_each_endpoint_of_a_peer_gets_its_own(void)
+{
+    toy_num_beats = 2;
+    open_connected();
+    toy_num_beats = 1;
+    kv_beat(toy);
+    CHECK(num_posts == 2 * TOY_LINKS && posts[0].to == 10 && posts[0].key == 200 && posts[1].to == 11 &&
+          posts[1].key == 201 && toy_link(0)->flying_writes == 0);
+    toy_complete(1, 1);   /* the first endpoint does not answer */
+    toy_now_ns = 1 + HEARTBEAT;
+    kv_beat(toy);
+    CHECK(num_posts == 2 * TOY_LINKS + 1 && posts[num_posts - 1].link == 0 && posts[num_posts - 1].to == 11);
+    toy_close();
+}
+
 static void test_a_lease_ends_when_nothing_is_heard(void)
 {
     open_connected();
@@ -144,6 +159,7 @@ int main(void)
     test_a_heartbeat_goes_at_once_and_then_again();
     test_a_heartbeat_passes_the_queue_and_the_window();
     test_a_refused_heartbeat_is_tried_again();
+    test_each_endpoint_of_a_peer_gets_its_own();
     test_a_lease_ends_when_nothing_is_heard();
     test_at_most_the_write_that_was_about_to_go_goes();
     test_what_was_queued_while_the_process_stood_still_is_not_believed();

@@ -13,7 +13,7 @@ static struct kv_template *make_template(uint32_t num_runs, uint64_t page_bytes,
 {
     struct kv_template *t = kv_template_new(num_runs, 1);
     CHECK(t);
-    t->src_page_bytes = t->dst_page_bytes = page_bytes;
+    t->src_page = t->dst_page = (struct kv_page){page_bytes, 1, 0};
     t->row_bytes = row_bytes;
     t->item_bytes = 1;
     t->entries[0] = (struct kv_entry){.src_room = SPACE, .dst_room = SPACE};
@@ -81,10 +81,56 @@ static void test_what_makes_no_sense_is_refused(void)
     kv_template_drop(t);
 
     t = kv_template_new(0, 2);
+    t->src_page = t->dst_page = (struct kv_page){64, 1, 0};
     t->row_bytes = t->item_bytes = 1;
     t->entries[0].signal = 2;
     t->entries[1].signal = 1;
     CHECK(!kv_template_check(t, &error) && strstr(error.text, "by signal"));
+    kv_template_drop(t);
+}
+
+static void test_units_lie_in_pages_of_either_side(void)
+{
+    struct kv_template *t = make_template(1, 0, 16);   /* units of 16 bytes, of one row */
+    t->runs[0] = (struct kv_run){0, 0, 16, 1};
+    t->src_page = (struct kv_page){100, 4, 16};
+    t->dst_page = (struct kv_page){48, 1, 0};
+    CHECK(kv_template_check(t, &error));
+    int32_t units[] = {2, 0, 3, 1, 4, 2, 9, 7};
+    struct kv_chunk c = {.pages = units, .num_pages = 4};
+    struct kv_write out[4];
+    CHECK(kv_plan_expand(t, &c, 1 << 20, out, &error) == 4);   /* apart on one side at least */
+    static const uint64_t src[] = {32, 48, 100, 216}, dst[] = {0, 48, 96, 336};
+    for (int i = 0; i < 4; i++)
+        CHECK(out[i].src == src[i] && out[i].dst == dst[i] && out[i].rows == 1);
+    t->dst_page = (struct kv_page){200, 8, 16};
+    CHECK(kv_template_check(t, &error));
+    CHECK(kv_plan_expand(t, &c, 1 << 20, out, &error) == 3);   /* 2 and 3 are neighbours on both */
+    CHECK(out[0].src == 32 && out[0].dst == 0 && out[0].rows == 2);
+    CHECK(out[1].src == 100 && out[1].dst == 32 && out[2].src == 216 && out[2].dst == 112);
+
+    struct kv_page bad[] = {{64, 0, 16}, {64, (1u << 16) + 1, 16}, {64, 4, (1ull << 32) + 1}, {(1ull << 32) + 1, 1, 0}};
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        t->dst_page = bad[i];
+        CHECK(!kv_template_check(t, &error) && strstr(error.text, "destination pages"));
+    }
+    kv_template_drop(t);
+}
+
+/* The largest numbers that are allowed do not wrap around. */
+static void test_the_farthest_unit_is_out_of_bounds(void)
+{
+    struct kv_template *t = make_template(1, 0, 1);
+    t->runs[0] = (struct kv_run){1ull << 62, 1ull << 62, 1, 1};
+    t->src_page = t->dst_page = (struct kv_page){1ull << 32, 1, 1ull << 32};
+    int32_t units[] = {INT32_MAX, INT32_MAX};
+    struct kv_write out[1];
+    for (uint64_t num = 1; num <= 1 << 16; num *= 2) {
+        t->src_page.units = t->dst_page.units = num;
+        CHECK(kv_template_check(t, &error));
+        CHECK(!kv_plan_expand(t, &(struct kv_chunk){.pages = units, .num_pages = 1}, 64, out, &error));
+        CHECK(strstr(error.text, "leaves its source region"));
+    }
     kv_template_drop(t);
 }
 
@@ -155,6 +201,9 @@ static void test_random_plans_equal_the_reference(void)
         int32_t first = (int32_t)random_below(&seed, (uint64_t)(most - num) + 1);
         if (round % 8 == 0)
             first = most - num + 1;   /* a page too far */
+        uint64_t units = 1ull << random_below(&seed, 4);   /* of one page: the same places, said otherwise */
+        t->src_page = (struct kv_page){units * page_bytes, units, page_bytes};
+        CHECK(kv_template_check(t, &error));
         shuffle(&seed, pages, num);
         for (int i = 0; i < num; i++)
             pages[2 * i] = first + i;
@@ -184,6 +233,8 @@ int main(void)
     test_neighbours_merge_up_to_both_limits();
     test_long_runs_are_split_and_the_tail_stays_uncounted();
     test_what_makes_no_sense_is_refused();
+    test_units_lie_in_pages_of_either_side();
+    test_the_farthest_unit_is_out_of_bounds();
     test_random_plans_equal_the_reference();
     CHECK(kv_census_read(KV_LIVE_TEMPLATES) == 0);
     return 0;

@@ -6,6 +6,19 @@
 
 static uint32_t tag_of(uint32_t post) { return posts[post].imm >> KV_ROW_BITS; }
 
+static void test_each_region_is_reached_through_its_target(void)
+{
+    toy_open(4, 256, ROW);
+    for (uint32_t e = 0; e < TOY_ENTRIES; e++)
+        toy_templates[0]->entries[e].dst_region = e % 2;
+    toy_step(0, toy_transfer(0, 1, 1, true), NULL);
+    kv_post(toy);
+    for (uint32_t e = 0; e < TOY_ENTRIES; e++)
+        CHECK(posts[e].to == 10 + e % 2 && posts[e].key == 100 + e % 2);
+    toy_complete(0, TOY_ENTRIES);
+    toy_close();
+}
+
 static void test_a_round_is_short(void)
 {
     toy_open(4, 256, ROW);
@@ -199,6 +212,7 @@ static void test_a_full_batch_rings_again(void)
 
 int main(void)
 {
+    test_each_region_is_reached_through_its_target();
     test_a_round_is_short();
     test_windows_and_bytes_in_flight_are_kept();
     test_a_short_transfer_overtakes_a_long_one();

@@ -10,14 +10,16 @@
 #define TOY_ENTRIES 4
 #define TOY_ROWS 8u
 
-struct post { uint32_t link, rows, imm; uint64_t dst; struct kv_op *op; };
+struct post { uint32_t link, rows, imm; uint64_t dst, key; fi_addr_t to; struct kv_op *op; };
 
 static struct kv_poller *toy;
 static struct kv_template *toy_templates[TOY_LINKS];
 static struct fid_ep toy_endpoints[TOY_LINKS];
 static struct kv_region toy_source;
+static struct kv_nic toy_nic;
 static struct kv_domain toy_domain;
 static uint64_t toy_now_ns, toy_step_ns;   /* the latter: how far each look moves it */
+static uint32_t toy_num_beats = 1;   /* of each link */
 static struct post posts[4096];
 static uint32_t num_posts;
 static ssize_t toy_answer;   /* of the provider; 0: takes it */
@@ -25,18 +27,33 @@ static ssize_t toy_answer;   /* of the provider; 0: takes it */
 static ssize_t toy_writedata(struct fid_ep *ep, const void *buf, size_t len, void *desc, uint64_t data, fi_addr_t dest,
                              uint64_t addr, uint64_t key, void *context)
 {
-    (void)buf, (void)len, (void)desc, (void)dest, (void)key;
+    (void)buf, (void)len, (void)desc;
     if (toy_answer)
         return toy_answer;
     CHECK(num_posts < sizeof posts / sizeof *posts);
     posts[num_posts++] = (struct post){(uint32_t)(ep - toy_endpoints), (uint32_t)(data & (KV_MAX_ROWS - 1)) + 1,
-                                       (uint32_t)data & ~(KV_MAX_ROWS - 1), addr, context};
+                                       (uint32_t)data & ~(KV_MAX_ROWS - 1), addr, key, dest, context};
     return 0;
 }
 static struct fi_ops_rma toy_rma = {.size = sizeof toy_rma, .writedata = toy_writedata};
 
 static uint64_t toy_clock(void) { return toy_now_ns += toy_step_ns; }
 static inline struct kv_link *toy_link(uint32_t i) { return toy->links[i]; }
+
+/* Its peer has two endpoints, with a region each under keys 100 and 101; heartbeats go to the first, or to both. */
+static inline struct kv_link *toy_link_new(uint32_t slot, uint32_t window)
+{
+    struct kv_error error;
+    struct kv_link *l = kv_link_new(1 << KV_LINK_SLOT_BITS | slot, &toy_nic, &(uint64_t){1}, (char *)&toy->cells[slot]);
+    struct kv_remote_name names[] = {{"", 0}, {"", 0}};
+    struct kv_remote_region regions[] = {{0, 1ull << 40, 100, 0}, {0, 1ull << 40, 101, 1}};
+    struct kv_remote_cell cells[] = {{.key = 200, .target = 0}, {.key = 201, .target = 1}};
+    struct kv_remote peer = {names, regions, cells, 2, 2, toy_num_beats};
+    CHECK(l && kv_link_set_remote(l, &peer, window, &error));
+    for (uint32_t i = 0; i < 2; i++)
+        l->targets[i].address = l->targets[i].next_address = 10 + i;
+    return l;
+}
 
 static inline void toy_open(uint32_t num_slots, uint32_t window, uint32_t row_bytes)
 {
@@ -49,7 +66,10 @@ static inline void toy_open(uint32_t num_slots, uint32_t window, uint32_t row_by
     toy->clock = toy_clock;
     toy->now_ns = toy_now_ns = 1;
     toy_step_ns = 0;
-    toy_domain = (struct kv_domain){.fabric = &toy->fabric, .sources = &toy_source, .num_sources = 1,
+    toy_nic = (struct kv_nic){0};
+    toy->nics = &toy_nic;
+    toy->num_nics = 1;
+    toy_domain = (struct kv_domain){.fabric = &toy_nic.fabric, .sources = &toy_source, .num_sources = 1,
                                     .lease_until_ns = UINT64_MAX};
     CHECK((toy->state = kv_state_create(NULL, "1", &error)));
     num_posts = 0;
@@ -62,16 +82,14 @@ static inline void toy_open(uint32_t num_slots, uint32_t window, uint32_t row_by
     CHECK(counter);
     toy->streams[toy->num_streams++] = kv_stream_new(counter, 0);
     for (uint32_t i = 0; i < TOY_LINKS; i++) {
-        struct kv_link *l = kv_link_new(1 << KV_LINK_SLOT_BITS | i, NULL, &(uint64_t){1}, 0, (char *)&toy->cells[i]);
-        struct kv_remote_region remote = {.bytes = 1ull << 40};
-        CHECK(l && kv_link_set_remote(l, "", 0, &remote, 1, window, &(struct kv_remote_cell){0}, &error));
+        struct kv_link *l = toy_link_new(i, window);
         toy_endpoints[i] = (struct fid_ep){.rma = &toy_rma};
         l->sending->endpoint.ep = &toy_endpoints[i];
         l->sending->domain = &toy_domain;
         toy->links[i] = l;
         struct kv_template *t = toy_templates[i] = kv_template_new(1, TOY_ENTRIES);
         t->link = l->id;
-        t->src_page_bytes = t->dst_page_bytes = TOY_ROWS * row_bytes;
+        t->src_page = t->dst_page = (struct kv_page){TOY_ROWS * row_bytes, 1, 0};
         t->row_bytes = row_bytes, t->item_bytes = 1;
         t->runs[0] = (struct kv_run){0, 0, TOY_ROWS * row_bytes, TOY_ROWS};
         for (uint32_t e = 0; e < TOY_ENTRIES; e++)

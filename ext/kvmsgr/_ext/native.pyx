@@ -918,8 +918,8 @@ cdef class Poller:
             raise _error(&e, self.provider)
 
     def rotate(self, keys):
-        """Begins to open another port on every network interface; `keys` has a list for each, with a key for each of its
-        regions. PORT_OPENED (id: number) follows when all are open, or PORT_FAILED and none is.
+        """Begins to open another port on every network interface; `keys` has a list for each, with a key for each of
+        its regions. PORT_OPENED (id: number) follows when all are open, or PORT_FAILED and none is.
 
         From PORT_OPENED on `link_address` and `link_regions` of every open link are the new port's; a link's own
         writes go through it as soon as none of them is in flight. The cells keep their keys. The ports before stay
