@@ -6,7 +6,7 @@ from typing import Final, Literal, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
-from typing_extensions import disjoint_base
+from typing_extensions import Buffer, disjoint_base
 
 REACHED: Final[int]
 OVERFLOW: Final[int]
@@ -167,7 +167,11 @@ class StateFile:
 
 @disjoint_base
 class LayerCounter:
-    def __new__(cls, num_slots: int = 64) -> Self: ...
+    def __new__(cls, num_slots: int = 64, memory: Buffer | None = None) -> Self: ...
+    @staticmethod
+    def size_bytes(num_slots: int = 64) -> int: ...
+    @classmethod
+    def attach(cls, memory: Buffer) -> Self: ...
     @property
     def num_slots(self) -> int: ...
     @property

@@ -24,10 +24,22 @@ class CacheGroup:
     parts: tuple[tuple[RawArray, ...], ...]
     dims: str
     keep_alive: tuple[object, ...] = field(default=(), repr=False)
+    head_start: int = 0
+    total_heads: int | None = None
+    layers: tuple[int, ...] | None = None
+    recurrent: bool = False
 
     @classmethod
     def from_tensors(
-        cls, parts: Sequence[ArrayLike | Sequence[ArrayLike]], dims: str, *, name: str = "kv"
+        cls,
+        parts: Sequence[ArrayLike | Sequence[ArrayLike]],
+        dims: str,
+        *,
+        name: str = "kv",
+        head_start: int = 0,
+        total_heads: int | None = None,
+        layers: Sequence[int] | None = None,
+        recurrent: bool = False,
     ) -> CacheGroup:
         """Describe a group by its tensors.
 
@@ -38,6 +50,11 @@ class CacheGroup:
                 in one tensor), `head`, `token`, `dim`. HND is "page plane head token dim", NHD is
                 "page plane token head dim". The layout has no default.
             name: Name of the group; the same on both sides.
+            head_start: Which of the model's KV heads is the first of these.
+            total_heads: KV heads of the model; None: there are no others.
+            layers: Which of the model's layers these are, in the order of the arrays; None: 0, 1, ...
+            recurrent: The arrays hold a state that each token replaces, not one row a token: a request has one page,
+                which is moved after its last chunk. There is no `token` axis then.
 
         Raises:
             LayoutError: An array is of an unknown kind, or `parts` is no list.
@@ -50,6 +67,10 @@ class CacheGroup:
             parts=tuple(tuple(raw_array(array) for array in part) for part in listed),
             dims=dims,
             keep_alive=tuple(array for part in listed for array in part),
+            head_start=head_start,
+            total_heads=total_heads,
+            layers=None if layers is None else tuple(layers),
+            recurrent=recurrent,
         )
 
 
@@ -71,6 +92,22 @@ class ContextBuffer:
 
     name: str
     array: ArrayLike
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One device of a messenger's node, with its shard of the cache.
+
+    Args:
+        cache: Its cache groups; the same names in the same order on all ranks.
+        context: Its context buffers.
+        interfaces: Address of each of its network interfaces; None: `Config.fabric_address`. What moves is spread over
+            them.
+    """
+
+    cache: Cache
+    context: Sequence[ContextBuffer] = ()
+    interfaces: Sequence[str | None] = (None,)
 
 
 @dataclass(frozen=True, slots=True)
