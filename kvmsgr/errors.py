@@ -5,6 +5,7 @@ KvmsgrError
 │   ├── LayoutError             a cache, span or chunk is described wrongly
 │   ├── FabricUnavailableError  no libfabric provider passed the start-up self-test
 │   ├── AddressError            an address cannot be listened on, or is none
+│   ├── SharedMemoryError       memory cannot be allocated for two processes, or mapped by the other one
 │   └── MismatchError           two messengers do not fit together
 │       └── LayoutMismatchError
 ├── ProtocolError (abstract)    a control message broke the rules
@@ -27,6 +28,11 @@ KvmsgrError
 │   ├── RequestCancelledError   the decoder's engine cancelled it
 │   ├── PeerProtocolError       the peer broke the rules, or does not know the request
 │   └── ClosedError             one of the two messengers closed
+├── WorkersError                the processes that hold a node's ranks do not come together, or not stay so
+│   ├── WorkersMissingError     not every rank's process came in time; names those that are missing
+│   ├── WorkerRefusedError      what a process says it holds cannot be used; raised on both sides
+│   ├── WorkerLostError         the process of a rank has ended, or ended its link
+│   └── LeadLostError           the lead process does not answer, or has ended
 ├── PagesQuarantined            a request is over, and it is not proven yet that nothing can land in its pages
 ├── FabricStuckError            the polling thread does not come back out of libfabric
 ├── StateFileError              a state file cannot be read: another kvmsgr made it, or it is none
@@ -57,6 +63,10 @@ class FabricUnavailableError(ConfigError):
 
 class AddressError(ConfigError):
     """An address cannot be listened on, or is none."""
+
+
+class SharedMemoryError(ConfigError):
+    """Memory cannot be allocated so that another process can map it, or cannot be mapped by that process."""
 
 
 class MismatchError(ConfigError):
@@ -203,6 +213,55 @@ class RequestCancelledError(TransferError):
     """The engine of the decoder no longer wanted the request."""
 
     reason = Reason.cancelled
+
+
+class WorkersError(KvmsgrError):
+    """The worker processes of a node and its lead do not come together, or not stay so; see the subclasses."""
+
+
+class WorkersMissingError(WorkersError):
+    """Not every rank's process came in time.
+
+    Args:
+        ranks: Those that have not said what they hold.
+        detail: How far each of them came, and who was turned away.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], detail: str) -> None:
+        super().__init__(f"no memory came from rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {detail}")
+        self.ranks, self.detail = ranks, detail
+
+
+class WorkerRefusedError(WorkersError):
+    """What the process of a rank says cannot be used; its lead and the process raise the same.
+
+    Args:
+        rank: As the process names itself.
+        why: What was said, and what is needed.
+    """
+
+    def __init__(self, rank: int, why: str) -> None:
+        super().__init__(f"the worker of rank {rank} is refused: {why}")
+        self.rank, self.why = rank, why
+
+
+class WorkerLostError(WorkersError):
+    """The process of a rank has ended, or ended its link to the lead. Nothing computes that rank any more; its memory
+    stays mapped in the lead, so that what is being read of it or written to it does no harm.
+
+    Args:
+        rank: Number of the rank.
+        pid: Its process.
+        how: How it ended, as far as it is known.
+    """
+
+    def __init__(self, rank: int, pid: int, how: str) -> None:
+        super().__init__(f"the worker of rank {rank} (pid {pid}) is lost: {how}")
+        self.rank, self.pid, self.how = rank, pid, how
+
+
+class LeadLostError(WorkersError):
+    """The lead process does not answer, or has ended."""
 
 
 class PagesQuarantined(KvmsgrError):
