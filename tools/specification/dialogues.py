@@ -57,8 +57,8 @@ from tools.specification.script import (
 
 SETUP = {
     "model": "test",
-    "cache": f"one group, kv: {PAGES} pages of {PAGE_TOKENS} tokens, {HEADS} heads, {LAYERS} layers, K and V, 4 elements "
-    "of bfloat16 a row; no context buffers. Who holds what of it is in `caches`",
+    "cache": f"one group, kv: {PAGES} pages of {PAGE_TOKENS} tokens, {HEADS} heads, {LAYERS} layers, K and V, rows of "
+    "4 elements of bfloat16; no context buffers. Who holds what of it is in `caches`",
     "caches": {name: cluster.about for name, cluster in CLUSTERS.items()},
     "provider": "net; the name of another, where it is used, takes its place in what is sent",
     "max_requests": "more than one",
