@@ -378,21 +378,38 @@ def check_immediate(vector: Vector, schema: Schema, report: Report, ask: Ask) ->
     report.compare(f"unpack {vector}", ask, {"unpack": vector["immediate"]}, parts)
 
 
+def rows_held(group: Json) -> int:
+    """Rows of one position that somebody holds, one by one."""
+
+    def held(shard: Json) -> set[tuple[int, int]]:
+        heads = range(shard["head_start"], shard["head_start"] + shard["num_heads"])
+        return {(layer, head) for layer in shard["layers"] for head in heads}
+
+    sources = set().union(*map(held, group["sources"])) if "sources" in group else held(group)
+    return len(held(group) & sources) * int(group["num_planes"])
+
+
 def count_rows(num_tokens: int, spans: list[Json], groups: list[Json], context: list[int]) -> int | None:
-    """Rows position by position; None: the request makes no sense."""
+    """Rows position by position; None: the request makes no sense. The one page of a recurrent group has position 0."""
     if num_tokens < 1 or any(span["group"] >= len(groups) for span in spans):
         return None
+    if num_tokens == 1:
+        return 0
     positions: dict[int, set[int]] = {index: set() for index in range(len(groups))}
     for span in spans:
-        size, first = groups[span["group"]]["page_tokens"], span["first_token"]
+        group, first = groups[span["group"]], span["first_token"]
+        size, held, is_state = group["page_tokens"], positions[span["group"]], group.get("recurrent", False)
+        if is_state and first:
+            return None
         for index in range(len(span["pages"]) // 8):
             start = (first // size + index) * size
-            held = {at for at in range(start, start + size) if first <= at < num_tokens - 1}
-            if held & positions[span["group"]]:
+            of_page = {at for at in range(start, start + size) if first <= at < num_tokens - 1}
+            if is_state:
+                of_page = {0}
+            if of_page & held:
                 return None
-            positions[span["group"]] |= held
-    rows = sum(len(held) * groups[at]["num_heads"] * groups[at]["num_entries"] for at, held in positions.items())
-    return rows + sum(context) if num_tokens > 1 else 0
+            held |= of_page
+    return sum(len(held) * rows_held(groups[at]) for at, held in positions.items()) + sum(context)
 
 
 def check_rows(vector: Vector, schema: Schema, report: Report, ask: Ask) -> None:

@@ -8,7 +8,7 @@ same questions. Bytes are lower-case hex.
     {"pack": [SLOT, GENERATION, ROWS]}              {"immediate": NUMBER}
     {"unpack": NUMBER}                              {"slot": ..., "generation": ..., "rows": ...}
     {"rows": {"num_tokens", "spans", "groups", "context"}}
-                                                    {"rows": NUMBER}; see `_rows`
+                                                    {"rows": NUMBER}: at one destination rank; see `_rows`
     {"negotiate": [[LOW, HIGH], [LOW, HIGH]]}       {"version": NUMBER}: of ours and theirs
     {"schema": true}                                {"schema": {...}}
 
@@ -31,7 +31,7 @@ from .framing import FrameReader, encode
 from .immediate import pack, unpack
 from .layouts import ContextLayout, GroupLayout, LayerEntry, PlaneLayout
 from .messages import Message, Span
-from .rows import expected_rows
+from .rows import expected_rows, rows_per_position
 from .schema import schema
 from .versions import negotiate
 
@@ -86,27 +86,47 @@ def _unhex(value: Any, kind: inspect.Type) -> Any:
     return value
 
 
-def _rows(num_tokens: int, spans: list[Any], groups: list[dict[str, int]], context: list[int]) -> int:
-    """Count rows from what matters: `page_tokens`, `num_heads`, `num_entries` of a group; the units of a buffer."""
+def _group(planes: int, shard: dict[str, Any], page_tokens: int = 1, recurrent: bool = False) -> GroupLayout:
+    """A group of which only what matters to the count of rows is known."""
+    return GroupLayout(
+        name="group",
+        dtype="",
+        item_bytes=1,
+        page_tokens=page_tokens,
+        num_pages=1,
+        head_start=shard["head_start"],
+        num_heads=shard["num_heads"],
+        total_heads=shard["head_start"] + shard["num_heads"],
+        planes=[PlaneLayout(1, 0, 0, 0)] * planes,
+        entries=[LayerEntry(layer, plane, 0, 0, 1) for layer in shard["layers"] for plane in range(planes)],
+        recurrent=recurrent,
+    )
+
+
+def _rows(num_tokens: int, spans: list[Any], groups: list[dict[str, Any]], context: list[int]) -> int:
+    """Count rows from what matters.
+
+    Args:
+        num_tokens: Length of the prompt.
+        spans: As in Dispatch.
+        groups: Of each the `page_tokens`, `num_planes`, `head_start`, `num_heads` and `layers` on the destination rank;
+            `recurrent` where it is; and, where the rows of one leg are asked for, its `sources`: `head_start`,
+            `num_heads` and `layers` on each rank of the prefiller.
+        context: The units of each context buffer that is wanted.
+    """
+    layouts = [
+        _group(group["num_planes"], group, group["page_tokens"], group.get("recurrent", False)) for group in groups
+    ]
+    sources = [
+        [_group(group["num_planes"], shard) for shard in group["sources"]] if "sources" in group else None
+        for group in groups
+    ]
     return expected_rows(
         num_tokens,
         [Span(span["group"], span["first_token"], bytes.fromhex(span["pages"])) for span in spans],
-        [
-            GroupLayout(
-                name="group",
-                dtype="",
-                item_bytes=1,
-                page_tokens=group["page_tokens"],
-                num_pages=1,
-                head_start=0,
-                num_heads=group["num_heads"],
-                total_heads=group["num_heads"],
-                planes=[PlaneLayout(1, 0, 0, 0)],
-                entries=[LayerEntry(layer, 0, 0, 0, 1) for layer in range(group["num_entries"])],
-            )
-            for group in groups
-        ],
+        layouts,
         [ContextLayout("context", "", 1, 1, num_units, 1, 1, 0, 0) for num_units in context],
+        list(map(rows_per_position, layouts, sources)),
     )
 
 

@@ -116,8 +116,8 @@ class GroupLayout(Struct, frozen=True):
         total_heads: Heads of the model's layer.
         planes: K and V, or one latent plane.
         entries: One for each (layer, plane).
-        recurrent: A page holds the state after the last prefilled token, one row a head, whatever the prompt's length;
-            it has one token.
+        recurrent: A page holds the state after the last prefilled token, one row a head, layer and plane, whatever the
+            prompt's length; `page_tokens` is 1.
     """
 
     name: Name
@@ -186,7 +186,7 @@ class RankAttach(Struct, frozen=True):
     rank: U31
     groups: Annotated[list[GroupLayout], Meta(max_length=MAX_GROUPS)]
     region_bytes: Annotated[list[U63], Meta(max_length=MAX_REGIONS)]
-    endpoints: Annotated[list[Endpoint], Meta(max_length=MAX_ENDPOINTS)]
+    endpoints: Annotated[list[Endpoint], Meta(min_length=1, max_length=MAX_ENDPOINTS)]
     context: Annotated[list[ContextLayout], Meta(max_length=64)] = []
 
     def __post_init__(self) -> None:

@@ -6,6 +6,7 @@ with Finished or Failed; a prefiller answers with the rest. A leg is (request id
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 from msgspec import Meta, Struct
@@ -43,6 +44,12 @@ def _clip_reason(message: Struct, reason: str) -> None:
     """Cut a text for people where it is longer than may travel, so that it never costs the connection."""
     if len(reason) > MAX_TEXT:
         force_setattr(message, "reason", reason[: MAX_TEXT - 3] + "...")
+
+
+def _check_once(ranks: Sequence[RankAttach | RankSpans | RankFabric]) -> None:
+    numbers = [rank.rank for rank in ranks]
+    if len(set(numbers)) != len(numbers):
+        raise ValueError(f"a rank is named twice in {numbers}")
 
 
 class _Leg(_Message, frozen=True):
@@ -107,6 +114,9 @@ class Attach(_Message, frozen=True, tag="attach"):
     heartbeat_s: Seconds
     lease_s: Seconds
 
+    def __post_init__(self) -> None:
+        _check_once(self.ranks)
+
 
 class Span(Struct, frozen=True):
     """Positions a list of pages holds: from `first_token`, which may lie inside the first page, to the last page's end.
@@ -144,11 +154,11 @@ class Dispatch(_Leg, frozen=True, kw_only=True, tag="dispatch"):
     Args:
         num_tokens: Length of the prompt. Its last position is never written.
         tokens: The prompt, uint32 little-endian; empty where the prefiller knows it already.
-        slot, generation: What the leg's writes carry in their immediate.
+        slot, generation: What the leg's writes carry in their immediate, whichever rank they go to.
         ranks: Destination pages, for each destination rank.
         context_slot: Slot to fill in each context buffer of these ranks; -1: no context is wanted from this leg.
-        expected_rows: Rows of this leg, as the decoder counts them: those of the layers and heads that the prefiller's
-            ranks hold.
+        expected_rows: Rows of this leg on all of these ranks, as the decoder counts them: those of the layers and heads
+            that the prefiller's ranks hold.
         time_allowed_s: Time from the receipt of this message.
         payload: For the engine, opaque.
         trace: Trace context, as text pairs.
@@ -171,9 +181,7 @@ class Dispatch(_Leg, frozen=True, kw_only=True, tag="dispatch"):
                 f"tokens has {len(self.tokens)} bytes, needed are 0 or {ITEM_BYTES * self.num_tokens} "
                 f"for {self.num_tokens} tokens"
             )
-        ranks = [spans.rank for spans in self.ranks]
-        if len(set(ranks)) != len(ranks):
-            raise ValueError(f"a rank is named twice in {ranks}")
+        _check_once(self.ranks)
 
 
 class Accept(_Leg, frozen=True, tag="accept"):
@@ -211,7 +219,7 @@ class Drained(_Leg, frozen=True, tag="drained"):
 
 
 class Finished(_Leg, frozen=True, tag="finished"):
-    """Decoder: all rows landed."""
+    """Decoder: all rows landed, of this leg and of the other legs of its attempt."""
 
     rows: U63
 
@@ -224,17 +232,21 @@ class Failed(_LegReason, frozen=True, tag="failed"):
 
 
 class RankFabric(Struct, frozen=True):
-    """New addresses and keys of one rank; endpoints and regions in the order of its Attach."""
+    """New addresses and keys of one rank; as many endpoints and regions as in its Attach, in the same order."""
 
     rank: U31
-    endpoints: Annotated[list[Endpoint], Meta(max_length=MAX_ENDPOINTS)]
+    endpoints: Annotated[list[Endpoint], Meta(min_length=1, max_length=MAX_ENDPOINTS)]
 
 
 class Rotate(_Message, frozen=True, tag="rotate"):
-    """Write here from now on. The receiver holds its writes back until those under way are locally complete, answers
-    Rotated, and goes on at the new addresses when Resume comes. The old addresses will be closed."""
+    """Write here from now on: each endpoint of each rank of Attach has a new address. The receiver holds its writes
+    until those under way are locally complete, answers Rotated, and goes on there when Resume comes. The old addresses
+    will be closed."""
 
     ranks: Annotated[list[RankFabric], Meta(min_length=1, max_length=MAX_RANKS)]
+
+    def __post_init__(self) -> None:
+        _check_once(self.ranks)
 
 
 class SlotRows(Struct, frozen=True):

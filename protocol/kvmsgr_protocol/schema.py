@@ -54,6 +54,8 @@ def describe(kind: inspect.Type, definitions: Schema) -> Schema:
         TypeError: Such a type is not used in the protocol.
     """
     match kind:
+        case inspect.BoolType():
+            return {"type": "boolean"}
         case inspect.IntType():
             low, high = integer_bounds(kind)
             return {"type": "integer", "minimum": low, "maximum": high}

@@ -61,10 +61,22 @@ def test_facts() -> None:
     assert answer({"unpack": 2 << 18 | 3 << 14 | 4}) == {"slot": 2, "generation": 3, "rows": 5}
     assert answer({"negotiate": [[1, 3], [2, 5]]}) == {"version": 3}
     assert answer({"schema": True}) == {"schema": schema()}
-    group = {"page_tokens": 4, "num_heads": 2, "num_entries": 6}
+
+
+@pytest.mark.parametrize(
+    ("more", "a_position"),
+    [
+        ({}, 12),
+        ({"sources": []}, 0),
+        ({"sources": [{"head_start": 1, "num_heads": 1, "layers": [2, 3]}]}, 2),
+        ({"sources": [{"head_start": 0, "num_heads": 2, "layers": [layer]} for layer in (0, 2, 2)]}, 8),
+    ],
+)
+def test_rows(more: dict[str, object], a_position: int) -> None:
+    group = {"page_tokens": 4, "num_planes": 2, "head_start": 0, "num_heads": 2, "layers": [0, 1, 2]}
     span = {"group": 0, "first_token": 0, "pages": "0000000001000000"}
-    rows = answer({"rows": {"num_tokens": 7, "spans": [span], "groups": [group], "context": [3]}})
-    assert rows == {"rows": 6 * 12 + 3}
+    facts = {"num_tokens": 7, "spans": [span], "groups": [group | more], "context": [3]}
+    assert answer({"rows": facts}) == {"rows": 6 * a_position + 3}
 
 
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists, max_leaves=5))

@@ -9,13 +9,15 @@ from typing import Any, Protocol
 
 import pytest
 
-from kvmsgr import Fetch, PrefillRequest
+from kvmsgr import Descriptor, Fetch, PrefillRequest
 from kvmsgr.errors import TransferError
 from kvmsgr.runtime.connection import Connection, Receiver
 from kvmsgr_protocol import FrameReader, Message, WireError, encode
 from kvmsgr_protocol.answer import from_json, to_json
-from tests.loopback.engines import Pair, pair, settle, until, within
-from tools.specification.dialogues import dialogues
+from tests.loopback.engines import settle, until, within
+from tests.protocol.cluster import Nodes, nodes
+from tools.specification.dialogues import SETUP, dialogues
+from tools.specification.script import HELLO
 
 FABRIC = "net"
 END = {"t": "(closed)"}
@@ -25,6 +27,7 @@ class Wire(Protocol):
     """The script's end of a control connection."""
 
     heard: asyncio.Queue[dict[str, Any]]
+    sources: list[Descriptor] | None  # what is fetched from, where it is not the prefillers
 
     def send(self, data: bytes) -> None: ...
 
@@ -32,14 +35,26 @@ class Wire(Protocol):
 class Socket:
     """A connection of its own."""
 
-    def __init__(self, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, sources: list[Descriptor] | None = None) -> None:
         self.heard: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self._writer = writer
+        self.sources = sources
+        self.over = asyncio.Event()
+        self._writer: asyncio.StreamWriter | None = None
 
     def send(self, data: bytes) -> None:
+        assert self._writer is not None
         self._writer.write(data)
 
-    async def read(self, reader: asyncio.StreamReader) -> None:
+    async def run(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Hear what comes until the other side has closed."""
+        self._writer = writer
+        try:
+            await self._read(reader)
+        finally:
+            writer.close()
+            self.over.set()
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
         frames = FrameReader()
         while data := await reader.read(1 << 16):
             for message in frames.feed(data):
@@ -49,6 +64,8 @@ class Socket:
 
 class Tap:
     """Sits in a live connection between two messengers. It speaks for one of them, which hears only of the end."""
+
+    sources = None
 
     def __init__(self, connection: Connection, receiver: Receiver) -> None:
         self.heard: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
@@ -75,8 +92,8 @@ class Tap:
 class Script:
     """Plays the steps of one dialogue."""
 
-    def __init__(self, both: Pair, wire: Wire) -> None:
-        self._both, self._wire = both, wire
+    def __init__(self, nodes: Nodes, wire: Wire) -> None:
+        self._nodes, self._wire = nodes, wire
         self._optional: list[dict[str, Any]] = []
         self._request: PrefillRequest | None = None
         self._fetch: Fetch | None = None
@@ -121,13 +138,14 @@ class Script:
             case "fail":
                 (await self._asked()).fail("out of memory")
             case "fetch":
-                self._fetch = self._both.fetch(more["request_id"], more["num_tokens"], more["pages"])
+                ask = (more["request_id"], more["num_tokens"], more["pages"], more.get("ranks"))
+                self._fetch = self._nodes.fetch(*ask, self._wire.sources)
             case _:
                 assert self._fetch is not None
                 await self._decoder(self._fetch, what, more)
 
     async def _asked(self) -> PrefillRequest:
-        self._request = self._request or await self._both.asked()
+        self._request = self._request or await self._nodes.prefillers[0].asked()
         return self._request
 
     async def _decoder(self, fetch: Fetch, what: str, more: dict[str, Any]) -> None:
@@ -140,7 +158,7 @@ class Script:
                 assert str(caught.value.reason) == more["code"]
             case "pages are held":
                 await until(lambda: fetch.quarantine is not None, "the pages are in quarantine")
-                await settle(self._both.decoder)
+                await settle(self._nodes.decoder)
                 assert fetch.quarantine is not None
             case "pages are free":
                 await within(fetch.released())
@@ -153,38 +171,60 @@ def _matches(heard: dict[str, Any], pattern: dict[str, Any]) -> bool:
 
 
 @asynccontextmanager
-async def connected(both: Pair) -> AsyncIterator[Wire]:
-    """A control connection on which nothing was said."""
-    host, port = both.prefiller.messenger.descriptor.address.removeprefix("tcp://").split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    socket = Socket(writer)
-    reading = asyncio.ensure_future(socket.read(reader))
+async def connected(nodes: Nodes) -> AsyncIterator[Wire]:
+    """A control connection to a prefiller on which nothing was said."""
+    host, port = nodes.prefillers[0].messenger.descriptor.address.removeprefix("tcp://").split(":")
+    socket = Socket()
+    running = asyncio.ensure_future(socket.run(*await asyncio.open_connection(host, int(port))))
     try:
         yield socket
-        await within(reading)
+        await within(running)
     finally:
-        reading.cancel()
-        writer.close()
+        running.cancel()
 
 
 @asynccontextmanager
-async def live(both: Pair, implementation: str) -> AsyncIterator[Wire]:
-    """One that is live, over a fabric; the script speaks for the other side."""
-    fetch = both.fetch("first", 5, [0])
-    request = await both.asked()
-    request.accept()
-    (peer,) = fetch.slots if implementation == "prefiller" else (request.peer,)
+async def dialled() -> AsyncIterator[Wire]:
+    """One that the decoder opens when it fetches."""
+    socket = Socket()
+    async with await asyncio.start_server(socket.run, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()
+        socket.sources = [Descriptor(f"tcp://{host}:{port}", HELLO.incarnation)]
+        yield socket
+        await within(socket.over.wait())
+
+
+@asynccontextmanager
+async def live(nodes: Nodes, implementation: str) -> AsyncIterator[Wire]:
+    """One that is live, over a fabric; the script speaks for the other side, and for one of two prefillers."""
+    fetch = nodes.fetch("first", 5, [0])
+    requests = [await side.asked() for side in nodes.prefillers]
+    for request in requests:
+        request.accept()
+    name = nodes.prefillers[0].node.config.name
+    (source,) = (peer for peer in fetch.slots if peer.name == name)
+    peer = source if implementation == "prefiller" else requests[0].peer
     assert peer._connection is not None
     yield Tap(peer._connection, peer)
 
 
+def test_the_provider_is_the_one_of_the_setup() -> None:
+    assert SETUP["provider"].partition(";")[0] == FABRIC
+
+
 @pytest.mark.parametrize(
-    "dialogue", dialogues(), ids=lambda dialogue: f"{dialogue['implementation']}: {dialogue['name']}"
+    "dialogue", dialogues(), ids=lambda each: f"{each['implementation']}, {each['cache']}: {each['name']}"
 )
 async def test_a_messenger_answers_as_written(dialogue: dict[str, Any]) -> None:
-    async with pair(FABRIC, context=False) as both:
-        begin = connected(both) if dialogue["begins"] == "connected" else live(both, dialogue["implementation"])
+    async with nodes(dialogue["cache"], FABRIC) as messengers:
+        match dialogue["begins"]:
+            case "connected":
+                begin = connected(messengers)
+            case "dialled":
+                begin = dialled()
+            case _:
+                begin = live(messengers, dialogue["implementation"])
         async with begin as wire:
-            script = Script(both, wire)
+            script = Script(messengers, wire)
             for step in dialogue["steps"]:
                 await script.play(step)

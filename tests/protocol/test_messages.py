@@ -9,14 +9,15 @@ import pytest
 
 import kvmsgr_protocol as wire
 from kvmsgr_protocol import BadFrame, FrameReader, Reason, encode
-from tests.protocol.samples import ENDPOINT, MESSAGES, REGION, context, group
+from tests.protocol.samples import ENDPOINT, MESSAGES, REGION, context, endpoint, group, shard, state
 
 INCARNATION = "0" * 32
 IDENTITY = wire.Identity("m", ["decoder"])
+BAD_KEY = msgspec.structs.replace(REGION, key=-1)
 
 
 def dispatch(**changes: object) -> wire.Dispatch:
-    (sample,) = (message for message in MESSAGES if isinstance(message, wire.Dispatch))
+    sample = next(message for message in MESSAGES if isinstance(message, wire.Dispatch))
     return msgspec.structs.replace(sample, **changes)
 
 
@@ -55,9 +56,11 @@ def test_unknown_fields_are_skipped() -> None:
         (wire.Hello((1, 1), [], INCARNATION + "\n", "", "", IDENTITY), "incarnation"),
         (wire.Hello((1, 1), [""], INCARNATION, "", "", IDENTITY), "capabilities"),
         (wire.Hello((-1, 1), [], INCARNATION, "", "", IDENTITY), "versions"),
-        (wire.Attach([], 3, 0.5, 2.0), "ranks"),
-        (wire.Rotate([wire.RankFabric(0, [msgspec.structs.replace(ENDPOINT, window=0)], [])]), "window"),
-        (wire.Rotate([wire.RankFabric(0, [ENDPOINT], [msgspec.structs.replace(REGION, key=-1)])]), "key"),
+        (wire.Attach([], 0.5, 2.0), "ranks"),
+        (wire.Attach([wire.RankAttach(0, [], [], [])], 0.5, 2.0), "endpoints"),
+        (wire.Rotate([wire.RankFabric(0, [])]), "endpoints"),
+        (wire.Rotate([wire.RankFabric(0, [msgspec.structs.replace(ENDPOINT, window=0)])]), "window"),
+        (wire.Rotate([wire.RankFabric(0, [msgspec.structs.replace(ENDPOINT, regions=[BAD_KEY])])]), "key"),
         (dispatch(slot=16384), "slot"),
         (dispatch(generation=16), "generation"),
         (dispatch(context_slot=-2), "context_slot"),
@@ -83,9 +86,18 @@ def test_tokens_are_all_or_none() -> None:
         dispatch(num_tokens=4)
 
 
-def test_a_rank_is_filled_once() -> None:
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda numbers: dispatch(ranks=[wire.RankSpans(rank, []) for rank in numbers]),
+        lambda numbers: wire.Attach([wire.RankAttach(rank, [], [], []) for rank in numbers], 0.5, 2.0),
+        lambda numbers: wire.Rotate([wire.RankFabric(rank, []) for rank in numbers]),
+    ],
+)
+def test_a_rank_is_named_once(make) -> None:  # type: ignore[no-untyped-def]  # a table of lambdas
+    assert [each.rank for each in make([1, 0, 2]).ranks] == [1, 0, 2]
     with pytest.raises(ValueError, match=r"a rank is named twice in \[0, 1, 0\]"):
-        dispatch(ranks=[wire.RankSpans(rank, []) for rank in (0, 1, 0)])
+        make([0, 1, 0])
 
 
 def test_pages_are_whole() -> None:
@@ -109,9 +121,26 @@ def test_groups_hold_their_heads_and_every_plane_of_every_layer() -> None:
 
 
 def test_a_rank_names_regions_it_has() -> None:
-    assert wire.RankAttach(0, 0, [], [], []).context == []
+    one = [endpoint(b"", 1, 0)]
+    assert wire.RankAttach(0, [], [960], one).context == []
     with pytest.raises(ValueError, match="rank 3: region 1 is named, there are 1"):
-        wire.RankAttach(3, 0, [group()], [REGION], [ENDPOINT], [context()])
+        wire.RankAttach(3, [group()], [960], one, [context()])
+    with pytest.raises(ValueError, match="rank 3: region 1 is named, there are 1"):
+        wire.RankAttach(3, [group(), state()], [960], one)
+
+
+@pytest.mark.parametrize("num_regions", [0, 2, 4])
+def test_each_endpoint_offers_each_region(num_regions: int) -> None:
+    rank = shard(1)
+    endpoints = [*rank.endpoints, endpoint(b"third", num_regions, 9)]
+    with pytest.raises(ValueError, match=f"rank 1: an endpoint has {num_regions} of 3 regions"):
+        msgspec.structs.replace(rank, endpoints=endpoints)
+
+
+def test_a_page_of_a_recurrent_group_has_one_token() -> None:
+    assert state().page_tokens == 1
+    with pytest.raises(ValueError, match="group 'kv': recurrent, with pages of 4 tokens; they have one"):
+        msgspec.structs.replace(group(), recurrent=True)
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from kvmsgr_protocol import Span, expected_rows, pack_pages, span_positions
-from tests.protocol.samples import context, group
+from kvmsgr_protocol import (
+    GroupLayout,
+    Span,
+    expected_rows,
+    group_positions,
+    pack_pages,
+    rows_per_position,
+    span_positions,
+)
+from tests.protocol.samples import context, group, state
 
 
 def count_positions(num_tokens: int, spans: list[Span], page_tokens: int) -> int:
@@ -75,3 +86,83 @@ def test_unknown_groups_and_empty_prompts_are_refused() -> None:
         expected_rows(9, [Span(1, 0, b"")], [group()])
     with pytest.raises(ValueError, match="num_tokens is 0"):
         expected_rows(0, [], [group()])
+
+
+# Legs
+
+
+def shard(layers: Iterable[int], heads: range) -> GroupLayout:
+    """What a rank holds of a group of 8 heads, K and V."""
+    layout = group(num_heads=len(heads), num_layers=max(layers, default=0) + 1)
+    entries = [entry for entry in layout.entries if entry.layer in layers]
+    return replace(layout, head_start=heads.start, total_heads=8, entries=entries)
+
+
+def cells(layout: GroupLayout) -> set[tuple[int, int, int]]:
+    """(layer, plane, head) of each row of a position."""
+    heads = range(layout.head_start, layout.head_start + layout.num_heads)
+    return {(entry.layer, entry.plane, head) for entry in layout.entries for head in heads}
+
+
+shards = st.builds(
+    shard,
+    st.sets(st.integers(0, 4), min_size=1),
+    st.tuples(st.integers(0, 7), st.integers(1, 8)).map(lambda pair: range(pair[0], min(8, sum(pair)))),
+)
+
+
+@given(shards, st.lists(shards, max_size=4))
+def test_a_leg_counts_what_somebody_holds_once(destination: GroupLayout, sources: list[GroupLayout]) -> None:
+    held: set[tuple[int, int, int]] = set().union(*map(cells, sources))
+    assert rows_per_position(destination, sources) == len(cells(destination) & held)
+    assert rows_per_position(destination) == rows_per_position(destination, [destination]) == len(cells(destination))
+
+
+@given(shards, st.integers(0, 5), st.integers(0, 8))
+def test_legs_add_up_to_the_whole(destination: GroupLayout, layer: int, head: int) -> None:
+    below, above = range(layer), range(layer, 6)
+    parts = [
+        shard(layers, heads)
+        for layers in (below, above)
+        for heads in (range(head), range(head, 8))
+        if len(layers) and len(heads)
+    ]
+    spans = [Span(0, 2, pack_pages([4, 5]))]
+    legs = [expected_rows(8, spans, [destination], rows=[rows_per_position(destination, [part])]) for part in parts]
+    assert sum(legs) == expected_rows(8, spans, [destination])
+
+
+def test_each_group_has_its_own_rows() -> None:
+    groups = [group(4), group(8, num_heads=1, num_planes=1, num_layers=5, name="latent")]
+    spans = [Span(0, 0, pack_pages([3, 4, 5])), Span(1, 8, pack_pages([7]))]
+    assert expected_rows(11, spans, groups, [context(num_units=3)], rows=[7, 0]) == 10 * 7 + 3
+    with pytest.raises(ValueError, match="shorter"):
+        expected_rows(11, spans, groups, rows=[7])
+
+
+# Recurrent groups
+
+
+def test_a_state_has_one_row_a_head_layer_and_plane_whatever_the_length() -> None:
+    spans = [Span(0, 0, pack_pages([7]))]
+    assert expected_rows(2, spans, [state()]) == expected_rows(10_000, spans, [state()]) == 4
+    assert expected_rows(1, spans, [state()]) == 0
+    assert expected_rows(9, [], [state()]) == 0
+    assert expected_rows(9, spans, [state()], rows=[1]) == 1
+    assert group_positions(9, [Span(1, 5, b""), *spans], 0, state()) == 1
+    assert group_positions(1, spans, 0, state()) == 0
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [Span(0, 0, pack_pages([7, 8]))],
+        [Span(0, 0, pack_pages([7])), Span(0, 0, pack_pages([8]))],
+        [Span(0, 3, pack_pages([7]))],
+    ],
+)
+def test_a_state_takes_one_page_from_position_0(spans: list[Span]) -> None:
+    with pytest.raises(
+        ValueError, match=r"group 0 \('state'\) is recurrent: . pages, first_token .*; it takes one page"
+    ):
+        expected_rows(9, spans, [state()])

@@ -8,8 +8,18 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from kvmsgr_protocol import DEFAULT_MAX_FRAME_BYTES, Accept, GroupLayout, Span, encode, expected_rows, immediate
+from kvmsgr_protocol import (
+    DEFAULT_MAX_FRAME_BYTES,
+    Accept,
+    GroupLayout,
+    Span,
+    encode,
+    expected_rows,
+    immediate,
+    rows_per_position,
+)
 from kvmsgr_protocol import pack_pages as pages
 from tests.layout.memory import Shape, memories
 from tests.protocol.samples import context, group
@@ -49,8 +59,24 @@ def test_the_rows() -> None:
         buffers = [context(num_units=3)] if with_context else []
         return expected_rows(11, [Span(0, first_token, pages([1, 2]))], [group()], buffers)
 
-    assert f"= **{rows(4)} rows**. With a context buffer of 3 units: {rows(4, True)}." in FLAT
+    assert f"= **{rows(4)} rows** from a prefiller that holds everything" in FLAT
+    assert f"With a context buffer of 3 units: {rows(4, with_context=True)}." in FLAT
     assert f"positions 6 to 9, {rows(6)} rows" in FLAT
+
+
+def test_the_rows_of_a_leg() -> None:
+    def rows(*sources: GroupLayout) -> int:
+        return expected_rows(11, [Span(0, 4, pages([1, 2]))], [group()], rows=[rows_per_position(group(), sources)])
+
+    head = replace(group(num_heads=1), head_start=1, total_heads=2)
+    later = group(num_layers=6)
+    later = replace(later, entries=[entry for entry in later.entries if entry.layer > 0])
+    assert f"head 1 alone, on one rank or on four copies: {rows(head)};" in FLAT
+    assert rows(*[head] * 4) == rows(head)
+    assert f"layers 1 to 5: {rows(later)}." in FLAT
+    recurrent = replace(group(page_tokens=1), recurrent=True)
+    state = expected_rows(11, [Span(0, 0, pages([1]))], [recurrent])
+    assert f"A recurrent group of these heads, layers and planes: {state}." in FLAT
 
 
 def test_the_address() -> None:

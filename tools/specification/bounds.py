@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, get_args
 
 import msgspec
@@ -27,8 +27,10 @@ FORBIDDEN: Final = {
     ("LayerEntry.plane", "most"): "there is no such plane",
     ("LayerEntry.region", "most"): "there is no such region",
     ("ContextLayout.region", "most"): "there is no such region",
-    ("RankAttach.regions", "least"): "regions are named that are not there",
+    ("RankAttach.region_bytes", "least"): "regions are named that are not there",
+    ("Attach.ranks", "most"): "a rank is named twice",
     ("Dispatch.ranks", "most"): "a rank is named twice",
+    ("Rotate.ranks", "most"): "a rank is named twice",
 }
 """Field and bound: why the value is refused all the same."""
 
@@ -103,6 +105,11 @@ def _fit(name: str, value: Json, holder: dict[str, Json]) -> None:
             holder["total_heads"] = value
         case "GroupLayout.planes", [dict(), *_]:
             holder["entries"] = [holder["entries"][0] | {"plane": plane} for plane in range(len(value))]
+        case "GroupLayout.recurrent", True:
+            holder["page_tokens"] = 1
+        case "RankAttach.region_bytes", [int(), *_]:
+            for endpoint in holder["endpoints"]:
+                endpoint["regions"] = endpoint["regions"][:1] * len(value)
 
 
 def plain(message: Message) -> dict[str, Json]:
@@ -203,6 +210,9 @@ def _lists(kind: inspect.ListType, item: Json) -> Iterator[_Probe]:
     yield _Probe("too many", [item] * (high + 1), f"most is {high}")
     yield _Probe("a map", {}, "an array is needed")
     yield _Probe("with an item that is nil", [None], "nil is none of its items")
+    if isinstance(kind.item_type, inspect.IntType | inspect.StrType):
+        for probe in _probes(kind.item_type, item):
+            yield replace(probe, what=f"an item: {probe.what}", value=[probe.value])
 
 
 def _maps(kind: inspect.DictType) -> Iterator[_Probe]:
@@ -224,8 +234,17 @@ def _maps(kind: inspect.DictType) -> Iterator[_Probe]:
     yield _Probe("array", [], "a map is needed")
 
 
+def _booleans() -> Iterator[_Probe]:
+    yield _Probe("true", True)
+    yield _Probe("false", False)
+    yield _Probe("integer", 1, "a boolean is needed")
+    yield _Probe("text", "true", "a boolean is needed")
+
+
 def _probes(kind: inspect.Type, value: Json) -> Iterator[_Probe]:
     match kind:
+        case inspect.BoolType():
+            yield from _booleans()
         case inspect.IntType():
             yield from _integers(kind)
         case inspect.FloatType():

@@ -7,7 +7,9 @@ A step is one of
     {"bytes": HEX}          it is sent these bytes
     {"engine": WORD, ...}   its engine does this
     {"closed": true}        it closes the connection
-`begins` says where: "connected", before either Hello, or "live", after both Attach.
+`begins` says where: "connected", before either Hello; "dialled", likewise, and it is the implementation that dials;
+"live", after both Attach. `cache` is one of `caches` in `setup`. What `needs` a capability is for implementations that
+have it. `attempt` 1001 stands for the number that the implementation chose, where it is the decoder.
 """
 
 from __future__ import annotations
@@ -15,77 +17,85 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
+from msgspec.structs import replace
+
 import kvmsgr_protocol as wire
 from kvmsgr_protocol import Reason
-from kvmsgr_protocol.answer import to_json
 from tests.protocol.samples import group
-
-Step = dict[str, Any]
+from tools.specification import several
+from tools.specification.script import (
+    ACCEPTED,
+    BROKEN,
+    CANCEL,
+    CLOSED,
+    CLUSTERS,
+    DRAINED,
+    FETCH,
+    FREE,
+    GREET,
+    HEADS,
+    HELD,
+    HELLO,
+    LAYERS,
+    LEG,
+    NAMED,
+    NUM_ROWS,
+    NUM_TOKENS,
+    PAGE_TOKENS,
+    PAGES,
+    Step,
+    attach,
+    dispatch,
+    expect,
+    failed,
+    may,
+    on,
+    part,
+    send,
+)
 
 SETUP = {
     "model": "test",
-    "cache": "one rank, one group: 12 pages of 4 tokens, 2 heads, 3 layers, K and V, no context buffers",
+    "cache": f"one group, kv: {PAGES} pages of {PAGE_TOKENS} tokens, {HEADS} heads, {LAYERS} layers, K and V, rows of "
+    "4 elements of bfloat16; no context buffers. Who holds what of it is in `caches`",
+    "caches": {name: cluster.about for name, cluster in CLUSTERS.items()},
+    "provider": "net; the name of another, where it is used, takes its place in what is sent",
     "max_requests": "more than one",
 }
 """What the implementation under test must be set up with."""
-
-NUM_TOKENS, NUM_ROWS = 7, 6 * 2 * 3 * 2
-HELLO = wire.Hello(
-    wire.PROTOCOL_VERSIONS, [], "ab" * 16, "vectors", "vectors", wire.Identity("test", ["prefiller", "decoder"])
-)
-MISFIT = wire.Attach([wire.RankAttach(0, 0, [group(name="other")], [wire.Region(0, 1 << 20, 1)], [])], 3, 0.5, 2.0)
-PAGES = wire.RankSpans(0, [wire.Span(0, 0, wire.pack_pages([3, 5]))])
-
-
-def send(message: wire.Message) -> Step:
-    return {"send": to_json(message)}
-
-
-def expect(t: str, **fields: object) -> Step:
-    return {"expect": {"t": t, **fields}}
-
-
-def may(t: str) -> Step:
-    return {"may": {"t": t}}
-
-
-def dispatch(**changes: Any) -> Step:
-    fields: dict[str, Any] = {
-        "request_id": "r",
-        "attempt": 1001,
-        "num_tokens": NUM_TOKENS,
-        "tokens": b"",
-        "slot": 16000,
-        "generation": 3,
-        "ranks": [PAGES],
-        "context_slot": -1,
-        "expected_rows": NUM_ROWS,
-        "time_allowed_s": 60.0,
-    }
-    return send(wire.Dispatch(**(fields | changes)))
-
-
-LEG = ("r", 1001)
-NAMED = {"request_id": "r", "attempt": 1001}
-CANCEL = send(wire.Cancel(*LEG, Reason.cancelled, "the client left"))
-CLOSED = {"closed": True}
-GREET = [expect("hello"), send(HELLO)]
 
 
 def _connected() -> dict[str, list[Step]]:
     def refused(first: wire.Hello) -> list[Step]:
         return [expect("hello"), send(first), expect("goodbye", code="identity_mismatch"), CLOSED]
 
-    broken = [may("attach"), expect("goodbye", code="protocol"), CLOSED]
+    def misfit(theirs: wire.Attach, code: str = "layout_mismatch") -> list[Step]:
+        return [*GREET, send(theirs), may("attach"), expect("goodbye", code=code), CLOSED]
+
+    broken = [may("attach"), *BROKEN]
     newer = (wire.PROTOCOL_VERSIONS[1] + 1, wire.PROTOCOL_VERSIONS[1] + 2)
     identity = wire.Identity("another", ["prefiller", "decoder"])
+    ours = group()
+    narrow = [replace(plane, row_bytes=plane.row_bytes // 2) for plane in ours.planes]
     return {
-        "no common version": refused(_replace(HELLO, versions=newer)),
-        "another model": refused(_replace(HELLO, identity=identity)),
+        "no common version": refused(replace(HELLO, versions=newer)),
+        "another model": refused(replace(HELLO, identity=identity)),
         "a second Hello": [*GREET, send(HELLO), *broken],
-        "Attach before Hello": [expect("hello"), send(MISFIT), *broken],
+        "Attach before Hello": [expect("hello"), send(attach(ours)), *broken],
         "Dispatch before Attach": [*GREET, dispatch(), *broken],
-        "another cache": [*GREET, send(MISFIT), may("attach"), expect("goodbye", code="layout_mismatch"), CLOSED],
+        "another group": misfit(attach(replace(ours, name="other"))),
+        "another type of elements": misfit(attach(replace(ours, dtype="float16"))),
+        "rows of another length": misfit(attach(replace(ours, planes=narrow))),
+        "one plane": misfit(attach(group(num_planes=1))),
+        "another number of heads in all": misfit(attach(replace(ours, total_heads=2 * HEADS))),
+        "pages of which neither divides the other": misfit(attach(group(page_tokens=6))),
+        "a recurrent group": misfit(attach(replace(group(page_tokens=1), recurrent=True))),
+        "the second of two ranks does not fit": misfit(attach(ours, replace(ours, name="other"))),
+        "heartbeats slower than any lease": misfit(replace(attach(ours), heartbeat_s=1e6)),
+        "another provider": misfit(_other_provider()),
+        "a group that is not inside its region": misfit(attach(ours, region_bytes=1 << 10), "protocol"),
+        "two ranks of one number": [*GREET, {"bytes": _two_of_one_number().hex()}, *broken],
         "a frame too large": [*GREET, {"bytes": "ffffffff"}, *broken],
         "a frame that is no message": [*GREET, {"bytes": "00000001c1"}, *broken],
         "Goodbye": [
@@ -98,21 +108,47 @@ def _connected() -> dict[str, list[Step]]:
     }
 
 
-def _replace(hello: wire.Hello, **changes: Any) -> wire.Hello:
-    fields = {name: getattr(hello, name) for name in hello.__struct_fields__}
-    return wire.Hello(**(fields | changes))
+def _other_provider() -> wire.Attach:
+    fits = attach(group())
+    (rank,) = fits.ranks
+    endpoints = [replace(rank.endpoints[0], provider="other")]
+    return replace(fits, ranks=[replace(rank, endpoints=endpoints)])
+
+
+def _two_of_one_number() -> bytes:
+    fits = msgspec.to_builtins(attach(group()), builtin_types=(bytes,))
+    body = msgspec.msgpack.encode({**fits, "ranks": fits["ranks"] * 2})
+    return len(body).to_bytes(4, "big") + body
+
+
+def _dialled() -> dict[str, list[Step]]:
+    asked = [FETCH, *GREET]
+    misfit = [may("attach"), expect("goodbye", code="layout_mismatch"), CLOSED, failed("layout_mismatch"), FREE]
+    overlapping = attach(part(range(2), range(HEADS)), part(range(1, LAYERS), range(HEADS)))
+    return {
+        "another group": [*asked, send(attach(replace(group(), name="other"))), *misfit],
+        "ranks that share a part of what they hold": [*asked, send(overlapping), *misfit],
+        "another incarnation than was asked for": [
+            FETCH,
+            expect("hello"),
+            send(replace(HELLO, incarnation="cd" * 16)),
+            expect("goodbye", code="peer_lost"),
+            CLOSED,
+            failed("peer_lost"),
+            FREE,
+        ],
+    }
 
 
 def _prefiller() -> dict[str, list[Step]]:
-    asked = [dispatch(), {"engine": "accept", "request_id": "r"}, expect("accept", **NAMED)]
-    drained = expect("drained", **NAMED, rows_posted=0)
+    asked = [dispatch(), *ACCEPTED]
     unknown = expect("unknown", **NAMED)
 
     def refused(why: str, **changes: Any) -> list[Step]:
         return [dispatch(**changes), expect("refuse", **NAMED, code=why), CANCEL, unknown]
 
-    def span(*pages: int, group: int = 0, first_token: int = 0) -> list[wire.RankSpans]:
-        return [wire.RankSpans(0, [wire.Span(group, first_token, wire.pack_pages(pages))])]
+    def span(*pages: int, group: int = 0) -> list[wire.RankSpans]:
+        return on(0, span=wire.Span(group, 0, wire.pack_pages(pages)))
 
     return {
         "Cancel for an unknown leg": [CANCEL, unknown],
@@ -122,14 +158,14 @@ def _prefiller() -> dict[str, list[Step]]:
             CANCEL,
             unknown,
         ],
-        "Cancel after Accept": [*asked, CANCEL, drained, CANCEL, unknown],
-        "Failed after Accept": [*asked, send(wire.Failed(*LEG, Reason.timeout, "", 0, NUM_ROWS)), drained],
+        "Cancel after Accept": [*asked, CANCEL, DRAINED, CANCEL, unknown],
+        "Failed after Accept": [*asked, send(wire.Failed(*LEG, Reason.timeout, "", 0, NUM_ROWS)), DRAINED],
         "Cancel before the engine has answered": [dispatch(), CANCEL, expect("refuse", **NAMED, code="cancelled")],
         "the engine gives up": [
             *asked,
             {"engine": "fail", "request_id": "r"},
             expect("failed", **NAMED, code="engine", rows=0, expected_rows=NUM_ROWS),
-            drained,
+            DRAINED,
         ],
         "the engine refuses": [
             dispatch(),
@@ -147,54 +183,48 @@ def _prefiller() -> dict[str, list[Step]]:
             CANCEL,
             unknown,
         ],
-        "the same leg twice": [*asked, dispatch(), may("drained"), expect("goodbye", code="protocol"), CLOSED],
+        "the same leg twice": [*asked, dispatch(), may("drained"), *BROKEN],
         "another row count": refused("protocol", expected_rows=NUM_ROWS - 1),
-        "Rotated that nobody asked for": [send(wire.Rotated([])), expect("goodbye", code="protocol"), CLOSED],
+        "Rotated that nobody asked for": [send(wire.Rotated([])), *BROKEN],
         "a page that does not exist": refused("protocol", ranks=span(3, 12)),
         "a page twice": refused("protocol", ranks=span(3, 3)),
         "a group that does not exist": refused("protocol", ranks=span(3, 5, group=1)),
-        "a rank that does not exist": refused("protocol", ranks=[wire.RankSpans(1, PAGES.spans)]),
+        "a rank that does not exist": refused("protocol", ranks=on(1)),
         "a context buffer where there is none": refused("protocol", context_slot=0, expected_rows=NUM_ROWS + 1),
         "a prompt longer than the cache": refused("refused", num_tokens=12 * 4 + 2),
     }
 
 
 def _decoder() -> dict[str, list[Step]]:
-    fetch = {"engine": "fetch", "request_id": "r", "num_tokens": NUM_TOKENS, "pages": [3, 5]}
-    asked = [fetch, expect("dispatch", request_id="r", num_tokens=NUM_TOKENS, expected_rows=NUM_ROWS)]
+    asked = [FETCH, expect("dispatch", request_id="r", num_tokens=NUM_TOKENS, expected_rows=NUM_ROWS)]
     accepted = [*asked, send(wire.Accept(*LEG))]
-    held, free = {"engine": "pages are held"}, {"engine": "pages are free"}
-
-    def failed(code: str) -> Step:
-        return {"engine": "has failed", "code": code}
-
     return {
-        "Refuse frees the pages": [*asked, send(wire.Refuse(*LEG, Reason.refused, "")), failed("refused"), free],
-        "Busy frees the pages": [*asked, send(wire.Busy(*LEG, "", 1.0)), failed("busy"), free],
+        "Refuse frees the pages": [*asked, send(wire.Refuse(*LEG, Reason.refused, "")), failed("refused"), FREE],
+        "Busy frees the pages": [*asked, send(wire.Busy(*LEG, "", 1.0)), failed("busy"), FREE],
         "cancelled: only a counted Drained frees the pages": [
             *accepted,
             {"engine": "cancel", "request_id": "r"},
             expect("cancel", request_id="r", code="cancelled"),
             failed("cancelled"),
-            held,
+            HELD,
             send(wire.Drained(*LEG, 0)),
-            free,
+            FREE,
         ],
         "cancelled: a Drained of rows that have not landed frees nothing": [
             *accepted,
             {"engine": "cancel", "request_id": "r"},
             expect("cancel", request_id="r"),
             send(wire.Drained(*LEG, NUM_ROWS)),
-            held,
+            HELD,
         ],
-        "Drained unasked fails the request": [*accepted, send(wire.Drained(*LEG, 0)), failed("engine"), free],
+        "Drained unasked fails the request": [*accepted, send(wire.Drained(*LEG, 0)), failed("engine"), FREE],
         "Failed, then Drained": [
             *accepted,
             send(wire.Failed(*LEG, Reason.engine, "", 0, NUM_ROWS)),
             failed("engine"),
-            held,
+            HELD,
             send(wire.Drained(*LEG, 0)),
-            free,
+            FREE,
         ],
         "Unknown is no proof: only the fence frees the pages": [
             *accepted,
@@ -202,7 +232,7 @@ def _decoder() -> dict[str, list[Step]]:
             failed("unknown_request"),
             expect("goodbye", code="unknown_request"),
             CLOSED,
-            free,
+            FREE,
         ],
         "Sent of fewer rows than were asked for": [
             *accepted,
@@ -211,7 +241,7 @@ def _decoder() -> dict[str, list[Step]]:
             expect("failed", request_id="r", code="short_count"),
             expect("goodbye", code="short_count"),
             CLOSED,
-            free,
+            FREE,
         ],
         "Sent before Accept": [
             *asked,
@@ -219,23 +249,29 @@ def _decoder() -> dict[str, list[Step]]:
             expect("goodbye", code="protocol"),
             CLOSED,
             failed("protocol"),
-            free,
+            FREE,
         ],
     }
 
 
 def dialogues() -> list[dict[str, Any]]:
-    """Every dialogue. `attempt` 1001 stands for the number that the implementation chose where it is the decoder."""
-    groups = [
-        ("connected", "either", _connected()),
-        ("live", "prefiller", _prefiller()),
-        ("live", "decoder", _decoder()),
+    """Every dialogue."""
+    groups: list[tuple[dict[str, str], dict[str, list[Step]]]] = [
+        (_about("connected", "prefiller", "one rank"), _connected()),
+        (_about("dialled", "decoder", "one rank"), _dialled()),
+        (_about("live", "prefiller", "one rank"), _prefiller()),
+        (_about("live", "decoder", "one rank"), _decoder()),
+        (_about("live", "prefiller", "two ranks"), several.ranks_of_a_prefiller()),
+        (_about("live", "decoder", "two ranks"), several.ranks_of_a_decoder()),
+        (_about("live", "prefiller", "two stages"), several.stage_of_a_prefiller()),
+        (_about("live", "decoder", "two stages"), several.legs_of_a_decoder()),
+        (_about("live", "prefiller", "two ranks", needs="rotate"), several.rotations()),
     ]
-    return [
-        {"name": name, "begins": begins, "implementation": role, "steps": steps}
-        for begins, role, made in groups
-        for name, steps in made.items()
-    ]
+    return [{"name": name, **about, "steps": steps} for about, made in groups for name, steps in made.items()]
+
+
+def _about(begins: str, implementation: str, cache: str, **more: str) -> dict[str, str]:
+    return {"begins": begins, "implementation": implementation, "cache": cache, **more}
 
 
 def render() -> str:

@@ -8,14 +8,17 @@ from typing import Any
 
 import msgspec
 
-from tests.protocol.samples import MESSAGES
+from tests.protocol.samples import SMALL
 from tools.specification.bounds import plain
 
 pack = msgspec.msgpack.encode
 
 ACCEPT = {"t": "accept", "request_id": "r", "attempt": 1}
 BUSY = {"t": "busy", "request_id": "r", "attempt": 1, "reason": "", "retry_after_s": 0.5}
-DISPATCH = next(plain(message) for message in MESSAGES if type(message).__name__ == "Dispatch")
+ATTACH, DISPATCH, ROTATE = (
+    next(plain(message) for message in SMALL if type(message).__name__ == kind)
+    for kind in ("Attach", "Dispatch", "Rotate")
+)
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,24 @@ def refused() -> Iterator[Form]:
     span = {"group": 0, "first_token": 0, "pages": bytes(6)}
     spans = _with(ranks=[{"rank": 0, "spans": [span]}])
     yield bad("a page index of two bytes", pack(spans), "pages are whole")
-    yield bad("a rank named twice", pack(_with(ranks=[{"rank": 1, "spans": []}] * 2)), "ranks are named once")
+    yield bad("a rank dispatched twice", pack(_with(ranks=[{"rank": 1, "spans": []}] * 2)), "ranks are named once")
+    yield bad("a rank rotated twice", pack({**ROTATE, "ranks": ROTATE["ranks"] * 2}), "ranks are named once")
+    yield bad("a rank attached twice", pack({**ATTACH, "ranks": ATTACH["ranks"] * 2}), "ranks are named once")
+    (rank,) = ATTACH["ranks"]
+    (endpoint,), (group,) = rank["endpoints"], rank["groups"]
+    for name, num_regions in (("fewer", 0), ("more", 2)):
+        keys = {**endpoint, "regions": endpoint["regions"] * num_regions}
+        body = pack(_attach(rank, endpoints=[endpoint, keys]))
+        yield bad(f"an endpoint with {name} regions than its rank", body, "an endpoint has each region of its rank")
+    for what in ("region", "plane"):
+        body = pack(_attach(rank, groups=[{**group, "entries": [{**group["entries"][0], what: 1}]}]))
+        yield bad(f"an entry in a {what} that is not there", body, f"there is one {what}")
+    body = pack(_attach(rank, groups=[{**group, "recurrent": True, "page_tokens": 16}]))
+    yield bad("a recurrent group with pages of 16 tokens", body, "a page of a recurrent group has one")
+
+
+def _attach(rank: dict[str, Any], **changes: object) -> dict[str, object]:
+    return {**ATTACH, "ranks": [{**rank, **changes}]}
 
 
 def _with(**changes: object) -> dict[str, object]:

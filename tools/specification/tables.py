@@ -64,6 +64,8 @@ def _size(low: int | None, high: int | None, of: str) -> str:
 def kind(of: inspect.Type) -> str:
     """Type and bounds of a field in words."""
     match of:
+        case inspect.BoolType():
+            return "boolean"
         case inspect.IntType():
             low, high = integer_bounds(of)
             return f"integer, {_number(low)} to {_number(high) if high != MAX_INT else '2^64 − 1'}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -137,8 +137,14 @@ def _span(group: int, first_token: int, num_pages: int) -> dict[str, Any]:
     }
 
 
-_KV = {"page_tokens": 4, "num_heads": 2, "num_entries": 6}
-_LATENT = {"page_tokens": 8, "num_heads": 1, "num_entries": 5}
+_ALL = {"head_start": 0, "num_heads": 2, "layers": [0, 1, 2]}
+_KV = {"page_tokens": 4, "num_planes": 2, **_ALL}
+_LATENT = {"page_tokens": 8, "num_planes": 1, "head_start": 0, "num_heads": 1, "layers": [0, 1, 2, 3, 4]}
+_STATE = {"page_tokens": 1, "num_planes": 2, "head_start": 4, "num_heads": 4, "layers": [3, 7], "recurrent": True}
+
+
+def _shard(head_start: int, num_heads: int, *layers: int) -> dict[str, Any]:
+    return {"head_start": head_start, "num_heads": num_heads, "layers": list(layers)}
 
 
 def rows() -> Iterator[Vector]:
@@ -174,9 +180,61 @@ def rows() -> Iterator[Vector]:
     yield rows_of("a prompt of two tokens", 12, 2, [_span(0, 0, 1)])
     yield rows_of("nothing is wanted", 0, 100, [])
     yield rows_of("a long prompt", 4095 * 12, 4096, [_span(0, 0, 1024)])
+    yield from _rows_of_legs(rows_of)
+    yield from _rows_of_states(rows_of)
     yield rows_of("spans that overlap", None, 100, [_span(0, 4, 1), _span(0, 0, 2)])
     yield rows_of("a group that does not exist", None, 9, [_span(1, 0, 1)])
     yield rows_of("no prompt", None, 0, [])
+
+
+def _rows_of_legs(rows_of: Callable[..., Vector]) -> Iterator[Vector]:
+    """10 positions of a group of 2 heads, 3 layers and 2 planes, from prefillers that hold some of that."""
+
+    def leg(name: str, a_position: int, *sources: dict[str, Any], **changes: object) -> Vector:
+        group = {**_KV, **changes, "sources": sources}
+        return rows_of(f"a leg: {name}", 10 * a_position, 11, [_span(0, 0, 3)], [group])
+
+    yield leg("one rank that holds the same", 12, _ALL)
+    yield leg("one rank that holds more", 12, _shard(0, 8, *range(9)))
+    yield leg("one head of two", 6, _shard(1, 1, 0, 1, 2))
+    yield leg("two ranks with a head each", 12, _shard(0, 1, 0, 1, 2), _shard(1, 1, 0, 1, 2))
+    yield leg("two copies count once", 12, _ALL, _ALL)
+    yield leg("copies of one head count once", 6, *[_shard(0, 1, 0, 1, 2)] * 4)
+    yield leg("one layer of three", 4, _shard(0, 2, 1))
+    yield leg("stages of one and two layers", 12, _shard(0, 2, 0), _shard(0, 2, 1, 2))
+    yield leg("a stage that holds other layers too", 8, _shard(0, 2, 1, 2, 3, 4))
+    yield leg("a layer and a head of it", 2, _shard(1, 7, 2, 3))
+    yield leg("other layers", 0, _shard(0, 2, 3, 4))
+    yield leg("other heads", 0, _shard(2, 2, 0, 1, 2))
+    yield leg("the heads just before and behind", 0, _shard(4, 1, 0), _shard(7, 1, 0), head_start=5, num_heads=2)
+    yield leg("one of the heads in the middle", 2, _shard(6, 1, 0), head_start=5, num_heads=2)
+    yield leg("nobody", 0)
+    four = [_shard(head, 1, *layers) for head in (0, 1) for layers in ((0,), (1, 2))]
+    yield leg("layers of two stages, a head of each of two ranks", 12, *four)
+    two = [{**_KV, "sources": [_shard(0, 1, 0, 1, 2)]}, {**_LATENT, "sources": [_shard(0, 1, 3, 4)]}]
+    spans = [_span(0, 0, 3), _span(1, 8, 1)]
+    yield rows_of("a leg: of two groups", 10 * 6 + 2 * 2, 11, spans, two)
+    yield rows_of("a leg: with context", 10 * 6 + 2 * 2 + 3, 11, spans, two, [3])
+
+
+def _rows_of_states(rows_of: Callable[..., Vector]) -> Iterator[Vector]:
+    """A recurrent group of 4 heads, 2 layers and 2 planes."""
+
+    def state(name: str, expected: int | None, num_tokens: int, *spans: Any, sources: Any = None) -> Vector:
+        group = _STATE if sources is None else {**_STATE, "sources": sources}
+        return rows_of(f"a recurrent group: {name}", expected, num_tokens, spans, [group])
+
+    page = _span(0, 0, 1)
+    yield state("one page", 16, 99, page)
+    yield state("a prompt of two tokens", 16, 2, page)
+    yield state("a prompt of one token", 0, 1, page)
+    yield state("none wanted", 0, 99)
+    yield state("a span without pages", 0, 99, _span(0, 0, 0))
+    yield state("a leg with one head and one layer of it", 2, 99, page, sources=[_shard(7, 9, 7, 11)])
+    yield state("two pages", None, 99, _span(0, 0, 2))
+    yield state("a page in each of two spans", None, 99, page, page)
+    yield state("a page from a later position", None, 99, _span(0, 98, 1))
+    yield rows_of("a recurrent group beside another", 10 * 12 + 16, 11, [_span(0, 0, 3), _span(1, 0, 1)], [_KV, _STATE])
 
 
 def versions() -> Iterator[Vector]:
