@@ -35,11 +35,12 @@ NO_ROTATION = (
 
 @dataclass(frozen=True, slots=True)
 class FabricSettings:
-    """What `open_fabric` needs to know. `local`: every peer is on this host; the rest as in `kvmsgr.Config`."""
+    """What `open_fabric` needs to know. `local`: every peer is on this host; `nics`: the address of each network
+    interface of all ranks, None for any; the rest as in `kvmsgr.Config`."""
 
     fabric: str
     local: bool
-    address: str
+    nics: Sequence[str | None]
     incarnation: str
     cq_entries: int
     heartbeat_s: float
@@ -55,7 +56,8 @@ class Fabric:
     """One poller, its state file, and the registered regions of one messenger.
 
     Attributes:
-        rotates: All peers write to one endpoint, which is fenced by opening another one (`rotate`).
+        rotates: All peers write to one endpoint of a network interface, which is fenced by opening another one
+            (`rotate`).
     """
 
     def __init__(
@@ -63,34 +65,38 @@ class Fabric:
         poller: Poller,
         state: native.StateFile,
         choice: FabricChoice,
-        num_regions: int,
+        nic_regions: Sequence[int],
         state_lock: int,
         rotates: bool,
     ) -> None:
         self.poller = poller
         self.state = state
         self.choice = choice
-        self._num_regions = num_regions
+        self._nic_regions = tuple(nic_regions)  # how many are registered on each
         self._state_lock = state_lock
         self.rotates = rotates
 
-    def open_link(self) -> int:
+    def open_link(self, nic: int = 0) -> int:
         """Start to open an endpoint for one peer, registered under keys that nobody can guess or has seen before.
+
+        Args:
+            nic: Network interface, by its place in `FabricSettings.nics`.
 
         Raises:
             FabricUnavailableError: Too many are open, or the polling thread does not start.
         """
         try:
-            return self.poller.open_link(self._new_keys(self._num_regions + 1))  # the last is the heartbeat cell's
+            # The last key is the heartbeat cell's.
+            return self.poller.open_link(self._new_keys(self._nic_regions[nic] + 1), nic)
         except (native.NativeError, native.RingFullError, OSError) as error:
             raise FabricUnavailableError(f"no endpoint can be opened: {error}") from error
 
     def rotate(self) -> None:
-        """Start to open another endpoint for all peers, under new keys."""
-        self.poller.rotate(self._new_keys(self._num_regions))
+        """Start to open another endpoint for all peers on every network interface, under new keys."""
+        self.poller.rotate([self._new_keys(num) for num in self._nic_regions])
 
     def close_old_port(self) -> None:
-        """Start to close the endpoint that all peers wrote to before, or the only one."""
+        """Start to close the endpoints that all peers wrote to before, or the only ones."""
         self.poller.close_port()
 
     @staticmethod
@@ -104,24 +110,19 @@ class Fabric:
 
     def begin_step(
         self,
-        counter: int,
-        num_bumps: int,
-        transfers: Sequence[tuple[int, int, int, int, bool]],
+        parts: Sequence[tuple[int, int]],
+        orders: npt.NDArray[np.int64],
         pages: npt.NDArray[np.int32],
-        page_starts: Sequence[int],
         edges: npt.NDArray[np.uint64],
-        edge_starts: Sequence[int],
         deadline_ns: int,
-    ) -> int:
+    ) -> list[int]:
         """Arm a step; see `native.Poller.begin_step`.
 
         Raises:
-            StepLimitError: No slot of the layer counter is free.
+            StepLimitError: No slot of one of the layer counters is free.
         """
         try:
-            return self.poller.begin_step(
-                counter, num_bumps, transfers, pages, page_starts, edges, edge_starts, deadline_ns
-            )
+            return self.poller.begin_step(parts, orders, pages, edges, deadline_ns)
         except native.RingFullError as error:
             raise StepLimitError(str(error)) from error
 
@@ -147,8 +148,11 @@ class Fabric:
             self._state_lock = -1
 
 
-def open_fabric(settings: FabricSettings, regions: Sequence[tuple[int, int]], owner: object = None) -> Fabric:
-    """Open the first candidate that passes the self-test, and register `regions` (address, bytes) with it.
+def open_fabric(
+    settings: FabricSettings, regions: Sequence[tuple[int, int, Sequence[int]]], owner: object = None
+) -> Fabric:
+    """Open the first candidate that passes the self-test, and register `regions` with it: (address, bytes, and the
+    network interfaces by number) each. Their places are the region indices of templates.
 
     `owner` keeps their memory alive; it is held until the poller has stopped.
 
@@ -168,8 +172,8 @@ def open_fabric(settings: FabricSettings, regions: Sequence[tuple[int, int]], ow
         try:
             poller = _open_poller(provider, state, settings)
             poller.self_test()
-            for address, num_bytes in regions:
-                poller.register(address, num_bytes, owner)
+            for address, num_bytes, nics in regions:
+                poller.register(address, num_bytes, owner, nics)
         except (native.NativeError, OSError) as error:
             answers.append(f"{provider}: {error}")
             if poller is not None:
@@ -177,7 +181,8 @@ def open_fabric(settings: FabricSettings, regions: Sequence[tuple[int, int]], ow
             state.close()
             continue
         choice = FabricChoice(poller.provider, _why(settings, provider, answers))
-        return Fabric(poller, state, choice, len(regions), lock(path), _rotates(settings, provider))
+        nic_regions = [sum(nic in nics for _, _, nics in regions) for nic in range(len(settings.nics))]
+        return Fabric(poller, state, choice, nic_regions, lock(path), _rotates(settings, provider))
     found = ", ".join(native.providers()) or "none"
     raise FabricUnavailableError(
         f"fabric {settings.fabric!r} cannot be used: {' / '.join(answers)}. libfabric offers here: {found}"
@@ -195,6 +200,7 @@ def _open_poller(provider: str, state: native.StateFile, settings: FabricSetting
         return InProcessPoller(
             current_air(),
             state,
+            nics=settings.nics,
             cq_entries=settings.cq_entries,
             heartbeat_ns=heartbeat_ns,
             lease_ns=lease_ns,
@@ -203,7 +209,7 @@ def _open_poller(provider: str, state: native.StateFile, settings: FabricSetting
     return native.Poller(
         provider,
         state,
-        node=settings.address,
+        nics=settings.nics,
         core=-1 if settings.poller_core is None else settings.poller_core,
         cq_entries=settings.cq_entries,
         spin=settings.poller_spins,
