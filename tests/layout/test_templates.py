@@ -186,6 +186,7 @@ def changed(**changes: Any) -> GroupLayout:
         (changed(dtype="float16"), "dtype", "bfloat16", "float16"),
         (changed(item_bytes=1), "item_bytes", 2, 1),
         (group(HND, token=24), "page_tokens", 16, 24),
+        (changed(recurrent=True, page_tokens=1), "recurrent", False, True),
         (changed(total_heads=8), "total_heads", 4, 8),
         (group(HND, plane=1), "number of planes", 2, 1),
         (group(HND, dim=32), "row_bytes", [128, 128], [64, 64]),
