@@ -1,0 +1,183 @@
+"""Workers and leads that die, in each phase of their life."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from kvmsgr.device.process import how_it_ended
+from kvmsgr.errors import WorkerLostError
+from kvmsgr.workers import WorkerGroup
+
+from .processes import Child, ChildError, address_in, children, joined, loss, within
+from .test_group import kv_of
+
+End = Callable[[Child], None]
+ENDS: dict[str, tuple[End, str]] = {
+    "killed": (lambda child: child.kill(signal.SIGKILL), "its process was killed by SIGKILL"),
+    "segmentation fault": (lambda child: child.kill(signal.SIGSEGV), "its process was killed by SIGSEGV"),
+    "real-time signal": (
+        lambda child: os.kill(child.pid, signal.SIGRTMIN + 3),
+        f"its process was killed by signal {signal.SIGRTMIN + 3}",
+    ),
+    "exits": (lambda child: child.say("os._exit(0)"), "its process has exited with status 0"),
+    "fails": (lambda child: child.say("os._exit(3)"), "its process has exited with status 3"),
+    "closes": (lambda child: child.say("link.close()"), "it has closed its link, and its process runs on"),
+    "babbles": (lambda child: child.say("link._link.send(b'x')"), "it was turned away: a packet of 1 bytes holds no"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ENDS)
+async def test_a_worker_that_ends_is_named_and_its_memory_stays(tmp_path: Path, end: str) -> None:
+    act, how = ENDS[end]
+    async with joined(tmp_path, 2) as (group, workers):
+        await workers[1]("kv[:] = 9")
+        act(workers[1])
+        lost = await loss(group)
+        assert (lost.rank, lost.pid) == (1, workers[1].pid)
+        assert lost.how.startswith(how)
+        assert f"the worker of rank 1 (pid {lost.pid}) is lost: {how}" in str(lost)
+        kv = kv_of(group.ranks[1])
+        assert (kv == 9).all()
+        kv[:] = 1  # what still lands there harms nobody
+        assert await loss(group) is lost  # whoever asks later hears of it too
+        assert group.losses == [lost]
+        assert await workers[0]("link.lead_alive") is True
+
+
+@pytest.mark.slow
+async def test_death_is_noticed_within_milliseconds(tmp_path: Path) -> None:
+    async with joined(tmp_path, 4) as (group, workers):
+        for number, worker in enumerate(workers):
+            noticed: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+
+            def notice(error: WorkerLostError, of: int = number, noticed: asyncio.Future[float] = noticed) -> None:
+                if error.rank == of:
+                    noticed.set_result(time.monotonic())
+
+            group.on_lost(notice)
+            killed_s = time.monotonic()
+            worker.kill(signal.SIGKILL)
+            assert await within(noticed) - killed_s < 1  # some milliseconds; the machine may be busy
+        assert [error.rank for error in group.losses] == [0, 1, 2, 3]
+
+
+@pytest.mark.slow
+async def test_a_child_that_holds_the_socket_open_does_not_hide_the_death(tmp_path: Path) -> None:
+    """As with data loaders that are forked."""
+    fork = """
+child = os.fork()
+if child == 0:
+    hang_up = select.poll()
+    hang_up.register(0, 0)
+    hang_up.poll()
+    os._exit(0)
+"""
+    async with joined(tmp_path, 1) as (group, (worker,)):
+        await worker(fork)
+        child = await worker("child")
+        worker.kill(signal.SIGKILL)
+        try:
+            assert (await loss(group)).how == "its process was killed by SIGKILL"
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.slow
+async def test_a_worker_that_is_stopped_is_not_lost(tmp_path: Path) -> None:
+    async with joined(tmp_path, 2) as (group, (stopped, other)):
+        stopped.kill(signal.SIGSTOP)
+        await asyncio.to_thread(os.waitid, os.P_PID, stopped.pid, os.WSTOPPED | os.WNOWAIT)
+        other.kill(signal.SIGKILL)
+        assert (await loss(group)).rank == 1  # whatever there was to notice has been
+        assert [error.rank for error in group.losses] == [1]
+        stopped.kill(signal.SIGCONT)
+        assert await stopped("link.lead_alive") is True
+
+
+PHASES = {
+    "joined": "link = WorkerLink.join(ADDRESS, 1)",
+    "published": "allocate(); link = WorkerLink.join(ADDRESS, 1); publish(link)",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("end", ["killed", "exits", "closes"])
+async def test_a_worker_that_ends_before_all_have_joined_ends_the_wait(tmp_path: Path, phase: str, end: str) -> None:
+    act, how = ENDS[end]
+    async with children(1) as (worker,):
+        listening = asyncio.ensure_future(WorkerGroup.listen(address_in(tmp_path), 2))
+        await worker(PHASES[phase].replace("ADDRESS", repr(address_in(tmp_path))))
+        act(worker)
+        with pytest.raises(WorkerLostError, match=how) as raised:
+            await within(listening)
+        assert (raised.value.rank, raised.value.pid) == (1, worker.pid)
+
+
+@pytest.mark.slow
+async def test_one_that_dies_before_it_joined_makes_room_for_another(tmp_path: Path) -> None:
+    async with children(2) as (first, second):
+        listening = asyncio.ensure_future(WorkerGroup.listen(address_in(tmp_path), 1))
+        path = str(tmp_path / "workers")
+        await first("from kvmsgr.device.worker_messages import open_socket")
+        await second("allocate()")
+        second.say(f"link = WorkerLink.join({address_in(tmp_path)!r}, 0)")
+        await second.answer()
+        await first(f"s = open_socket(); s.connect({path!r})")
+        first.kill(signal.SIGKILL)
+        await second("publish(link)")
+        (await within(listening)).close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", PHASES)
+async def test_a_worker_learns_of_its_leads_death(tmp_path: Path, phase: str) -> None:
+    num_ranks = 3  # more than come: it goes on waiting
+    lead_code = f"""
+import asyncio
+from kvmsgr.workers import WorkerGroup
+asyncio.run(WorkerGroup.listen({address_in(tmp_path)!r}, {num_ranks}))
+"""
+    async with children(2) as (lead, worker):
+        lead.say(lead_code)
+        await worker(PHASES[phase].replace("ADDRESS", repr(address_in(tmp_path))))
+        assert await worker("link.lead_alive") is True
+        assert await worker("link.wait_for_lead_end(0.01)") is False
+        worker.say("link.wait_for_lead_end()")
+        lead.kill(signal.SIGKILL)
+        assert await worker.answer() is True
+        assert await worker("link.lead_alive") is False
+        with pytest.raises(ChildError, match=r"LeadLostError: the lead at unix:.* has ended"):
+            await worker("link.counter()")
+        if phase == "joined":
+            await worker("allocate()")
+            with pytest.raises(ChildError, match=r"LeadLostError: the lead at unix:.* has ended"):
+                await worker("publish(link)")
+        await worker("link.close()")
+        for use in ("link.counter()", "link.wait_for_lead_end()"):
+            with pytest.raises(ChildError, match="LocalProtocolError: the link is closed"):
+                await worker(use)
+        assert await worker("link.lead_alive") is False
+
+
+@pytest.mark.slow
+async def test_how_a_strangers_process_ended_is_not_known(tmp_path: Path) -> None:
+    async with joined(tmp_path, 1) as (group, (worker,)):
+        await worker("import subprocess; child = subprocess.Popen(['true'])")
+        stranger = os.pidfd_open(await worker("child.pid"))
+        try:
+            await worker("child.wait()")
+            assert "how is not known" in how_it_ended(stranger)
+        finally:
+            os.close(stranger)
+        assert group.losses == []
