@@ -59,6 +59,10 @@ class Child:
     def kill(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
 
+    def exit_status(self) -> int:
+        """As its parent is told; negative: the signal that killed it."""
+        return self._process.wait(PATIENCE_S)
+
     def end(self) -> None:
         with suppress(ProcessLookupError):
             self.kill(signal.SIGKILL)

@@ -18,6 +18,8 @@ from kvmsgr.device.shared import SharedMemory
 from kvmsgr.device.worker_messages import REQUESTS, Publish, SharedArray, SharedGroup
 from kvmsgr.errors import LayoutError
 
+from .leftovers import num_mappings
+
 NUM_BYTES = (1 << 14, 1 << 12, 1 << 13)
 
 
@@ -95,6 +97,19 @@ def test_what_a_group_says_of_itself_is_kept() -> None:
     assert {name: getattr(there, name) for name in said} == said
     assert there.dims == "page token dim"
     assert [array.address - BOTH.theirs[0].address for array in there.parts[0]] == [0, 64]
+
+
+def test_memory_stays_mapped_as_long_as_one_of_its_groups_is_used() -> None:
+    ours = SharedMemory.allocate(4096)
+    before = num_mappings()
+    rank = Rank(Cache([group(ours.buffer[:8].reshape(1, 2, 4))]), [ContextBuffer("hidden", ours.buffer[8:])])
+    rebuilt = build_rank(describe_rank(rank, [ours]), [SharedMemory.import_(ours.export(), 4096)])
+    first = rebuilt.cache.groups[0]
+    del rebuilt
+    assert num_mappings() == before + 1
+    del first
+    assert num_mappings() == before
+    ours.close()
 
 
 def raw(offset_bytes: int, shape: tuple[int, ...], strides_bytes: tuple[int, ...]) -> RawArray:

@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -33,6 +32,20 @@ ENDS: dict[str, tuple[End, str]] = {
     "babbles": (lambda child: child.say("link._link.send(b'x')"), "it was turned away: a packet of 1 bytes holds no"),
 }
 
+PHASES = {
+    "joined": "link = WorkerLink.join({address}, {rank})",
+    "published": "allocate(); link = WorkerLink.join({address}, {rank}); publish(link)",
+}
+
+FORK = """
+child = os.fork()
+if child == 0:
+    hang_up = select.poll()
+    hang_up.register(0, 0)
+    hang_up.poll()
+    os._exit(0)
+"""
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ENDS)
@@ -54,42 +67,55 @@ async def test_a_worker_that_ends_is_named_and_its_memory_stays(tmp_path: Path, 
 
 
 @pytest.mark.slow
-async def test_death_is_noticed_within_milliseconds(tmp_path: Path) -> None:
+async def test_death_is_noticed_at_once(tmp_path: Path) -> None:
+    delays_s = []
     async with joined(tmp_path, 4) as (group, workers):
         for number, worker in enumerate(workers):
-            noticed: asyncio.Future[float] = asyncio.get_running_loop().create_future()
-
-            def notice(error: WorkerLostError, of: int = number, noticed: asyncio.Future[float] = noticed) -> None:
-                if error.rank == of:
-                    noticed.set_result(time.monotonic())
-
-            group.on_lost(notice)
+            noticed = asyncio.Event()
+            group.on_lost(lambda error, of=number, noticed=noticed: noticed.set() if error.rank == of else None)
             killed_s = time.monotonic()
             worker.kill(signal.SIGKILL)
-            assert await within(noticed) - killed_s < 1  # some milliseconds; the machine may be busy
+            await within(noticed.wait())
+            delays_s.append(time.monotonic() - killed_s)
         assert [error.rank for error in group.losses] == [0, 1, 2, 3]
+    assert min(delays_s) < 0.1  # milliseconds, but for what else the machine does
 
 
 @pytest.mark.slow
 async def test_a_child_that_holds_the_socket_open_does_not_hide_the_death(tmp_path: Path) -> None:
     """As with data loaders that are forked."""
-    fork = """
-child = os.fork()
-if child == 0:
-    hang_up = select.poll()
-    hang_up.register(0, 0)
-    hang_up.poll()
-    os._exit(0)
-"""
     async with joined(tmp_path, 1) as (group, (worker,)):
-        await worker(fork)
+        await worker(FORK)
         child = await worker("child")
         worker.kill(signal.SIGKILL)
         try:
             assert (await loss(group)).how == "its process was killed by SIGKILL"
         finally:
-            with suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
+            os.kill(child, signal.SIGKILL)
+        assert worker.exit_status() == -signal.SIGKILL  # its parent is still told
+
+
+@pytest.mark.slow
+async def test_nor_does_it_hide_the_death_of_a_lead(tmp_path: Path) -> None:
+    listen = f"""
+import asyncio, structlog
+structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+from kvmsgr.workers import WorkerGroup
+loop = asyncio.new_event_loop()
+group = loop.run_until_complete(WorkerGroup.listen({address_in(tmp_path)!r}, 1))
+"""
+    async with children(2) as (lead, worker):
+        lead.say(listen)
+        await worker(PHASES["published"].format(address=repr(address_in(tmp_path)), rank=0))
+        await lead.answer()
+        await lead(FORK)
+        child = await lead("child")
+        worker.say("link.wait_for_lead_end()")
+        lead.kill(signal.SIGKILL)
+        try:
+            assert await worker.answer() is True
+        finally:
+            os.kill(child, signal.SIGKILL)
 
 
 @pytest.mark.slow
@@ -104,12 +130,6 @@ async def test_a_worker_that_is_stopped_is_not_lost(tmp_path: Path) -> None:
         assert await stopped("link.lead_alive") is True
 
 
-PHASES = {
-    "joined": "link = WorkerLink.join(ADDRESS, 1)",
-    "published": "allocate(); link = WorkerLink.join(ADDRESS, 1); publish(link)",
-}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("end", ["killed", "exits", "closes"])
@@ -117,7 +137,7 @@ async def test_a_worker_that_ends_before_all_have_joined_ends_the_wait(tmp_path:
     act, how = ENDS[end]
     async with children(1) as (worker,):
         listening = asyncio.ensure_future(WorkerGroup.listen(address_in(tmp_path), 2))
-        await worker(PHASES[phase].replace("ADDRESS", repr(address_in(tmp_path))))
+        await worker(PHASES[phase].format(address=repr(address_in(tmp_path)), rank=1))
         act(worker)
         with pytest.raises(WorkerLostError, match=how) as raised:
             await within(listening)
@@ -150,7 +170,7 @@ asyncio.run(WorkerGroup.listen({address_in(tmp_path)!r}, {num_ranks}))
 """
     async with children(2) as (lead, worker):
         lead.say(lead_code)
-        await worker(PHASES[phase].replace("ADDRESS", repr(address_in(tmp_path))))
+        await worker(PHASES[phase].format(address=repr(address_in(tmp_path)), rank=1))
         assert await worker("link.lead_alive") is True
         assert await worker("link.wait_for_lead_end(0.01)") is False
         worker.say("link.wait_for_lead_end()")
