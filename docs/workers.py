@@ -58,7 +58,7 @@ async def prefill(pipe: Connection) -> None:
         async with await WorkerGroup.listen(address, RANKS, layer_counters="rank") as workers:
             config = kvmsgr.Config(name="prefill", model="toy@1", layer_counters="rank")
             messenger = await kvmsgr.Messenger.open(config, ranks=workers.ranks, counters=workers.counters)
-            workers.on_lost(lambda lost: messenger.rank_lost(lost.rank, str(lost)))
+            workers.on_lost(lambda lost: messenger.rank_lost(lost.rank, f"pid {lost.pid}: {lost.how}"))
             async with messenger:
                 pipe.send(messenger.descriptor)
                 free = iter(range(PAGES))

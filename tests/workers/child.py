@@ -20,9 +20,9 @@ def allocate():
     kv = memory.buffer[4096:][: 4 * np.prod(SHAPE)].view(np.float32).reshape(SHAPE)
     hidden = memory.buffer[:64].view(np.float32).reshape(4, 4)
 
-def publish(link):
+def publish(link, total_heads=4):
     link.publish(
-        [kvmsgr.CacheGroup.from_tensors([kv], DIMS, head_start=link.rank, total_heads=4)],
+        [kvmsgr.CacheGroup.from_tensors([kv], DIMS, head_start=link.rank, total_heads=total_heads)],
         [kvmsgr.ContextBuffer("hidden", hidden)],
         memories=[memory],
     )

@@ -86,12 +86,16 @@ async def children(number: int) -> AsyncIterator[list[Child]]:
 
 
 @asynccontextmanager
-async def joined(folder: Path, num_ranks: int, **options: Any) -> AsyncIterator[tuple[WorkerGroup, list[Child]]]:
+async def joined(
+    folder: Path, num_ranks: int, total_heads: int = 4, **options: Any
+) -> AsyncIterator[tuple[WorkerGroup, list[Child]]]:
     """A group whose ranks have published; each worker's link is `link`."""
     async with AsyncExitStack() as stack:
         workers = await stack.enter_async_context(children(num_ranks))
         for rank, worker in enumerate(workers):
-            worker.say(f"allocate(); link = WorkerLink.join({address_in(folder)!r}, {rank}); publish(link)")
+            worker.say(
+                f"allocate(); link = WorkerLink.join({address_in(folder)!r}, {rank}); publish(link, {total_heads})"
+            )
         group = await within(WorkerGroup.listen(address_in(folder), num_ranks, **options))
         stack.callback(group.close)
         for worker in workers:

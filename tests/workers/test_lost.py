@@ -119,6 +119,17 @@ group = loop.run_until_complete(WorkerGroup.listen({address_in(tmp_path)!r}, 1))
 
 
 @pytest.mark.slow
+async def test_a_process_that_cannot_be_seen_is_missed_by_its_socket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in another PID namespace."""
+    monkeypatch.setattr("kvmsgr.runtime.worker_process.open_process", lambda pid: None)
+    async with joined(tmp_path, 1) as (group, (worker,)):
+        worker.kill(signal.SIGKILL)
+        assert (await loss(group)).how == "it has closed its link; its process cannot be seen from here"
+
+
+@pytest.mark.slow
 async def test_a_worker_that_is_stopped_is_not_lost(tmp_path: Path) -> None:
     async with joined(tmp_path, 2) as (group, (stopped, other)):
         stopped.kill(signal.SIGSTOP)
