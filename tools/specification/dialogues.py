@@ -61,8 +61,8 @@ SETUP = {
     "cache": f"one group, kv: {PAGES} pages of {PAGE_TOKENS} tokens, {HEADS} heads, {LAYERS} layers, K and V, rows of "
     "4 elements of bfloat16; no context buffers. Who holds what of it is in `caches`",
     "caches": {name: cluster.about for name, cluster in CLUSTERS.items()},
-    "provider": f"{PROVIDER}; the name of another, where it is used, and an address of its kind take the place of those that "
-    "are sent. Nobody listens there",
+    "provider": f"{PROVIDER}; where it is another, its name and an address of its kind take the place of those "
+    "that are sent. Nobody listens there",
     "max_requests": "more than one",
 }
 """What the implementation under test must be set up with."""
