@@ -1,0 +1,113 @@
+"""Published deployments at their real geometry: layers, heads, head size and page size; only the caches are short."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from .sharded import Group, Sharding
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One request: positions to move, the chunk it is computed in, and the decoder's ranks that want it (None: all)."""
+
+    num_positions: int
+    chunk: int
+    ranks: tuple[int, ...] | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_positions + 1
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A prefill node and a decode node.
+
+    Args:
+        writes_a_page: Most writes of a whole page of a layer, towards one rank of the decoder.
+        context: Whether hidden states travel.
+    """
+
+    name: str
+    groups: tuple[Group, ...]
+    source: Sharding
+    target: Sharding
+    prompts: tuple[Prompt, ...]
+    writes_a_page: int = 1
+    context: bool = False
+
+    def unique_bytes(self, prompt: Prompt) -> int:
+        """Of the model's KV, without copies."""
+        return sum(
+            len(group.layers) * group.heads * group.planes * group.dim * 2 * len(group.positions(prompt.num_positions))
+            for group in self.groups
+        )
+
+    def bytes_to_land(self, prompt: Prompt) -> int:
+        """KV that the decoder's ranks take: heads that several hold come several times."""
+        ranks = range(self.target.num_ranks) if prompt.ranks is None else prompt.ranks
+        return sum(
+            len(self.target.layers(group, rank)) * len(self.target.heads(group, rank)) * group.planes * group.dim * 2
+            * len(group.positions(prompt.num_positions))
+            for group in self.groups
+            for rank in ranks
+        )  # fmt: skip
+
+    def most_writes(self, prompt: Prompt) -> int:
+        """If nothing is merged; a page that is not wanted as a whole may need one write a plane."""
+        ranks = range(self.target.num_ranks) if prompt.ranks is None else prompt.ranks
+        return sum(
+            len(self.target.layers(group, rank))
+            * (self.writes_a_page * group.num_needed(prompt.num_positions) + 2 * self.writes_a_page * group.planes)
+            + self.context
+            for group in self.groups
+            for rank in ranks
+        )
+
+
+def prompts(page_tokens: int) -> tuple[Prompt, ...]:
+    """Chunks smaller and larger than a page, and a prompt in one; the last page is partly filled."""
+    return (
+        Prompt(3 * page_tokens + page_tokens // 3, page_tokens // 2 - 3),
+        Prompt(4 * page_tokens + 7, 2 * page_tokens + 5),
+        Prompt(page_tokens - 1, page_tokens),
+    )
+
+
+def one_rank_each(num_ranks: int, page_tokens: int) -> tuple[Prompt, ...]:
+    """Data-parallel attention: each request lives on one rank."""
+    every = prompts(page_tokens)
+    return tuple(
+        Prompt(one.num_positions - rank, one.chunk, (rank,))
+        for rank, one in ((rank, every[rank % len(every)]) for rank in range(num_ranks))
+    )
+
+
+def layers(num: int) -> tuple[int, ...]:
+    return tuple(range(num))
+
+
+R1: Final = Group("latent", layers(61), heads=1, planes=1, dim=512 + 64, page_tokens=64, num_pages=6)
+QWEN3_CODER: Final = Group("kv", layers(62), heads=8, dim=128, page_tokens=64, num_pages=6)
+QWEN3_235B: Final = Group("kv", layers(94), heads=4, dim=128, page_tokens=128, num_pages=6)
+WINDOW: Final = Group("window", layers(36)[::2], heads=8, dim=64, page_tokens=16, num_pages=12, window=128)
+FULL: Final = Group("full", layers(36)[1::2], heads=8, dim=64, page_tokens=16, num_pages=24)
+
+DEPLOYMENTS: Final[Sequence[Deployment]] = (
+    Deployment("R1 TP8 -> TP8", (R1,), Sharding(8), Sharding(8), prompts(64), context=True),
+    Deployment("R1 TP8 -> DP8", (R1,), Sharding(8), Sharding(8), one_rank_each(8, 64), context=True),
+    Deployment("Qwen3-Coder TP8 -> TP8", (QWEN3_CODER,), Sharding(8), Sharding(8), prompts(64)),
+    Deployment("Qwen3-Coder TP8 -> TP1", (QWEN3_CODER,), Sharding(8), Sharding(1), prompts(64), writes_a_page=16),
+    Deployment("Qwen3-235B TP8 -> TP4", (QWEN3_235B,), Sharding(8), Sharding(4), prompts(128)),
+    Deployment("Qwen3-235B TP4 -> TP8", (QWEN3_235B,), Sharding(4), Sharding(8), prompts(128)),
+    Deployment(
+        "gpt-oss-120b TP8 -> TP8",
+        (WINDOW, FULL),
+        Sharding(8),
+        Sharding(8),
+        (Prompt(75, 9), Prompt(300, 40), Prompt(171, 1000)),
+    ),
+)  # fmt: skip
