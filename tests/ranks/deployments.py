@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from .sharded import Group, Sharding
+from .sharded import CONTEXT_BYTES, ITEM_BYTES, Group, Sharding
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,8 @@ class Deployment:
     """A prefill node and a decode node.
 
     Args:
-        writes_a_page: Most writes of a whole page of a layer, towards one rank of the decoder.
+        writes_a_page: Writes that move a page of a layer to one rank of the decoder: one from each of its sources, or
+            one a plane where that rank has heads of several.
         context: Whether hidden states travel.
     """
 
@@ -39,40 +40,47 @@ class Deployment:
     writes_a_page: int = 1
     context: bool = False
 
-    def unique_bytes(self, prompt: Prompt) -> int:
-        """Of the model's KV, without copies."""
+    def least_bytes(self, prompt: Prompt) -> int:
+        """KV that the decoder's ranks want; what several of them want counts for each."""
         return sum(
-            len(group.layers) * group.heads * group.planes * group.dim * 2 * len(group.positions(prompt.num_positions))
-            for group in self.groups
+            len(group.positions(prompt.num_positions)) * row_bytes for group, row_bytes in self._targets_of(prompt)
         )
 
-    def bytes_to_land(self, prompt: Prompt) -> int:
-        """KV that the decoder's ranks take: heads that several hold come several times."""
-        ranks = range(self.target.num_ranks) if prompt.ranks is None else prompt.ranks
+    def most_bytes(self, prompt: Prompt) -> int:
+        """Whole pages, and hidden states."""
         return sum(
-            len(self.target.layers(group, rank)) * len(self.target.heads(group, rank)) * group.planes * group.dim * 2
-            * len(group.positions(prompt.num_positions))
-            for group in self.groups
-            for rank in ranks
-        )  # fmt: skip
+            group.num_needed(prompt.num_positions) * group.page_tokens * row_bytes + self.context * CONTEXT_BYTES
+            for group, row_bytes in self._targets_of(prompt)
+        )
 
     def most_writes(self, prompt: Prompt) -> int:
-        """If nothing is merged; a page that is not wanted as a whole may need one write a plane."""
-        ranks = range(self.target.num_ranks) if prompt.ranks is None else prompt.ranks
-        return sum(
-            len(self.target.layers(group, rank))
-            * (self.writes_a_page * group.num_needed(prompt.num_positions) + 2 * self.writes_a_page * group.planes)
-            + self.context
-            for group in self.groups
-            for rank in ranks
-        )
+        """If no pages are merged. A page that is not wanted as a whole may take a write a plane."""
+        num_writes = 0
+        for group in self.groups:
+            num_pages = group.num_needed(prompt.num_positions)
+            ends = group.first(prompt.num_positions), prompt.num_positions
+            num_partly = sum(position % group.page_tokens > 0 for position in ends)
+            num_layer_writes = self.writes_a_page * num_pages + num_partly * (group.planes - 1)
+            num_writes += num_layer_writes * len(group.layers) + self.context
+        return num_writes * len(self.ranks(prompt))
+
+    def ranks(self, prompt: Prompt) -> Sequence[int]:
+        """The decoder's ranks that take it."""
+        return range(self.target.num_ranks) if prompt.ranks is None else prompt.ranks
+
+    def _targets_of(self, prompt: Prompt) -> Iterator[tuple[Group, int]]:
+        """For each group on each rank, the bytes of a position."""
+        for group in self.groups:
+            for rank in self.ranks(prompt):
+                num_rows = len(self.target.layers(group, rank)) * len(self.target.heads(group, rank)) * group.planes
+                yield group, num_rows * group.dim * ITEM_BYTES
 
 
 def prompts(page_tokens: int) -> tuple[Prompt, ...]:
     """Chunks smaller and larger than a page, and a prompt in one; the last page is partly filled."""
     return (
-        Prompt(3 * page_tokens + page_tokens // 3, page_tokens // 2 - 3),
-        Prompt(4 * page_tokens + 7, 2 * page_tokens + 5),
+        Prompt(2 * page_tokens + page_tokens // 3, page_tokens // 2 - 3),
+        Prompt(3 * page_tokens + 7, page_tokens + 5),
         Prompt(page_tokens - 1, page_tokens),
     )
 

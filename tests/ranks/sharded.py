@@ -20,6 +20,8 @@ from kvmsgr.layout import head_share
 Rows = npt.NDArray[np.uint16]
 T = TypeVar("T")
 POISON = 0xDEAD
+ITEM_BYTES = 2
+CONTEXT_BYTES = 32
 ORDERS = {
     "hnd": "layer page plane head token dim",
     "nhd": "layer page plane token head dim",
@@ -328,7 +330,7 @@ async def node(
         [Shard(group, sharding.layers(group, rank), sharding.heads(group, rank)) for group in groups]
         for rank in range(sharding.num_ranks)
     ]
-    hidden = [np.zeros((4, 16), np.uint16) for _ in shards]
+    hidden = [np.zeros((4, CONTEXT_BYTES // ITEM_BYTES), np.uint16) for _ in shards]
     ranks = [
         kvmsgr.Rank(
             kvmsgr.Cache([shard.describe() for shard in own]),
