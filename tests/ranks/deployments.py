@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from .sharded import CONTEXT_BYTES, ITEM_BYTES, Group, Sharding
+from .sharded import CONTEXT_BYTES, Group, Sharding
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,13 @@ class Deployment:
             len(group.positions(prompt.num_positions)) * row_bytes for group, row_bytes in self._targets_of(prompt)
         )
 
+    def unique_bytes(self, prompt: Prompt) -> int:
+        """KV of the model, each byte once."""
+        return sum(
+            len(group.positions(prompt.num_positions)) * len(group.layers) * group.heads * group.row_bytes
+            for group in self.groups
+        )
+
     def most_bytes(self, prompt: Prompt) -> int:
         """Whole pages, and hidden states."""
         return sum(
@@ -72,8 +79,8 @@ class Deployment:
         """For each group on each rank, the bytes of a position."""
         for group in self.groups:
             for rank in self.ranks(prompt):
-                num_rows = len(self.target.layers(group, rank)) * len(self.target.heads(group, rank)) * group.planes
-                yield group, num_rows * group.dim * ITEM_BYTES
+                num_rows = len(self.target.layers(group, rank)) * len(self.target.heads(group, rank))
+                yield group, num_rows * group.row_bytes
 
 
 def prompts(page_tokens: int) -> tuple[Prompt, ...]:

@@ -9,6 +9,7 @@ import asyncio
 import gc
 import json
 import sys
+from dataclasses import asdict
 
 import structlog
 
@@ -26,7 +27,9 @@ async def serve(deployment: Deployment, fabric: str) -> None:
         print(json.dumps([at.address, at.incarnation, at.name]), flush=True)
         for number, prompt in enumerate(deployment.prompts):
             await prefiller.prefill(number, prompt.chunk)
-        print(json.dumps({"stats": prefiller.lead.stats(), "planning_s": prefiller.planning_s}), flush=True)
+        messenger = prefiller.lead
+        took = {"stats": messenger.stats(), "spread": asdict(messenger.spread), "planning_s": prefiller.planning_s}
+        print(json.dumps(took), flush=True)
         await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)  # until the decoder has all it wants
 
 

@@ -45,6 +45,11 @@ class Group:
     window: int | None = None
     num_sharing: int = 0
 
+    @property
+    def row_bytes(self) -> int:
+        """Of all planes of a head of a token of a layer."""
+        return self.planes * self.dim * ITEM_BYTES
+
     def first(self, num_positions: int) -> int:
         """The first position that is moved."""
         return 0 if self.window is None else max(0, num_positions - self.window)
@@ -158,6 +163,15 @@ class Shard:
         others = [page for page in range(self.group.num_pages) if page not in set(pages)]
         for rows in self._rows:
             assert (rows[:, :, others] == POISON).all(), f"{self.group.name}: a page of nobody's was written"
+
+    def found(self, layer: int, pages: Sequence[int], num_positions: int) -> Rows:
+        """The rows of a layer, shape (planes, heads, positions, dim)."""
+        return self._rows_of(layer)[self._at(pages, range(num_positions), 0)]
+
+    def fill(self, value: int) -> None:
+        """The same everywhere."""
+        for rows in self._rows:
+            rows[:] = value
 
     def poison(self, pages: Sequence[int]) -> None:
         """As if nothing had been written."""

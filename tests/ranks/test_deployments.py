@@ -76,13 +76,16 @@ async def test_every_byte_arrives(
                 assert all((views["hidden"] == number).all() for views in arrival.contexts.values())
             arrival.release()
         served = await told(lines)
-    stats, planned_ms = served["stats"], statistics.median(served["planning_s"]) * 1e3
-    writes, num_bytes = stats["posted_writes"], stats["posted_bytes"]
+    stats, spread = served["stats"], kvmsgr.Spread(**served["spread"])
+    writes, num_bytes, every = stats["posted_writes"], stats["posted_bytes"], deployment.prompts
+    planned_ms = statistics.median(served["planning_s"]) * 1e3
     with capsys.disabled():
         print(
             f"\n{deployment.name:<24} {fabric}  writes {writes:<6} bytes {num_bytes:<10} bytes a write "
-            f"{num_bytes // writes:<7} planned in {planned_ms:.2f} ms ({len(served['planning_s'])} steps)"
+            f"{num_bytes // writes:<7} redundancy {spread.redundancy:g}  planned in {planned_ms:.2f} ms "
+            f"({len(served['planning_s'])} steps)"
         )
-    every = deployment.prompts
     assert 0 < writes <= sum(map(deployment.most_writes, every))
     assert sum(map(deployment.least_bytes, every)) <= num_bytes <= sum(map(deployment.most_bytes, every))
+    assert sum(spread.given_bytes) == sum(map(deployment.least_bytes, every))
+    assert spread.unique_bytes == sum(map(deployment.unique_bytes, every))
