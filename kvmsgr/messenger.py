@@ -25,7 +25,7 @@ from .runtime.node import Node
 from .runtime.peer import SOFTWARE
 from .runtime.serve import PrefillRequest
 from .runtime.steps import Chunk, Step
-from .types import Descriptor, Span
+from .types import Descriptor, Span, Spread
 
 if TYPE_CHECKING:
     import numpy as np
@@ -225,6 +225,12 @@ class Messenger:
             StepLimitError: More steps are announced than the layer counter has slots for. Nothing was armed.
         """
         return steps.begin_step(self._node, chunks, counter)
+
+    @property
+    def spread(self) -> Spread:
+        """How much each rank was given to send, of all requests that were accepted, and how often a byte travels."""
+        balance = self._node.balance
+        return Spread(tuple(balance.given_bytes), balance.unique_bytes)
 
     def rank_lost(self, rank: int, why: str) -> None:
         """Say that a process of the engine which holds a rank has died. What needs that rank fails on both sides, now
