@@ -35,7 +35,8 @@ NO_ROTATION = (
 
 @dataclass(frozen=True, slots=True)
 class FabricSettings:
-    """What `open_fabric` needs to know. `local`: every peer is on this host; the rest as in `kvmsgr.Config`."""
+    """What `open_fabric` needs to know. `local`: every peer is on this host; `nics`: the address of each network
+    interface of all ranks, None for any; the rest as in `kvmsgr.Config`."""
 
     fabric: str
     local: bool
@@ -55,7 +56,8 @@ class Fabric:
     """One poller, its state file, and the registered regions of one messenger.
 
     Attributes:
-        rotates: All peers write to one endpoint, which is fenced by opening another one (`rotate`).
+        rotates: All peers write to one endpoint of a network interface, which is fenced by opening another one
+            (`rotate`).
     """
 
     def __init__(
@@ -63,36 +65,38 @@ class Fabric:
         poller: Poller,
         state: native.StateFile,
         choice: FabricChoice,
-        num_regions: Sequence[int],
+        nic_regions: Sequence[int],
         state_lock: int,
         rotates: bool,
     ) -> None:
         self.poller = poller
         self.state = state
         self.choice = choice
-        self._num_regions = num_regions
+        self._nic_regions = tuple(nic_regions)  # how many are registered on each
         self._state_lock = state_lock
         self.rotates = rotates
 
-    def open_link(self, nic: int) -> int:
+    def open_link(self, nic: int = 0) -> int:
         """Start to open an endpoint for one peer, registered under keys that nobody can guess or has seen before.
+
+        Args:
+            nic: Network interface, by its place in `FabricSettings.nics`.
 
         Raises:
             FabricUnavailableError: Too many are open, or the polling thread does not start.
         """
         try:
-            return self.poller.open_link(
-                self._new_keys(self._num_regions[nic] + 1), nic
-            )  # the last is the heartbeat cell's
+            # The last key is the heartbeat cell's.
+            return self.poller.open_link(self._new_keys(self._nic_regions[nic] + 1), nic)
         except (native.NativeError, native.RingFullError, OSError) as error:
             raise FabricUnavailableError(f"no endpoint can be opened: {error}") from error
 
     def rotate(self) -> None:
-        """Start to open another endpoint for all peers, under new keys."""
-        self.poller.rotate([self._new_keys(num) for num in self._num_regions])
+        """Start to open another endpoint for all peers on every network interface, under new keys."""
+        self.poller.rotate([self._new_keys(num) for num in self._nic_regions])
 
     def close_old_port(self) -> None:
-        """Start to close the endpoint that all peers wrote to before, or the only one."""
+        """Start to close the endpoints that all peers wrote to before, or the only ones."""
         self.poller.close_port()
 
     @staticmethod
@@ -115,7 +119,7 @@ class Fabric:
         """Arm a step; see `native.Poller.begin_step`.
 
         Raises:
-            StepLimitError: No slot of the layer counter is free.
+            StepLimitError: No slot of one of the layer counters is free.
         """
         try:
             return self.poller.begin_step(parts, orders, pages, edges, deadline_ns)
@@ -147,7 +151,8 @@ class Fabric:
 def open_fabric(
     settings: FabricSettings, regions: Sequence[tuple[int, int, Sequence[int]]], owner: object = None
 ) -> Fabric:
-    """Open the first candidate that passes the self-test, and register `regions` (address, bytes) with it.
+    """Open the first candidate that passes the self-test, and register `regions` with it: (address, bytes, and the
+    network interfaces by number) each. Their places are the region indices of templates.
 
     `owner` keeps their memory alive; it is held until the poller has stopped.
 
@@ -176,8 +181,8 @@ def open_fabric(
             state.close()
             continue
         choice = FabricChoice(poller.provider, _why(settings, provider, answers))
-        num_regions = [sum(nic in nics for _, _, nics in regions) for nic in range(len(settings.nics))]
-        return Fabric(poller, state, choice, num_regions, lock(path), _rotates(settings, provider))
+        nic_regions = [sum(nic in nics for _, _, nics in regions) for nic in range(len(settings.nics))]
+        return Fabric(poller, state, choice, nic_regions, lock(path), _rotates(settings, provider))
     found = ", ".join(native.providers()) or "none"
     raise FabricUnavailableError(
         f"fabric {settings.fabric!r} cannot be used: {' / '.join(answers)}. libfabric offers here: {found}"

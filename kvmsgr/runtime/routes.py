@@ -22,7 +22,7 @@ from kvmsgr.layout import (
     context_template,
     divide,
 )
-from kvmsgr_protocol import Beat, Endpoint, RankAttach, RankFabric, immediate, rows_per_position
+from kvmsgr_protocol import Beat, Endpoint, RankAttach, RankFabric, immediate
 
 if TYPE_CHECKING:
     import numpy as np
@@ -85,8 +85,7 @@ class Routes:
             rank.rank: [divide(ours[index], rank.groups[index]) for index in groups] for rank in ranks
         }
         self.landing = [
-            [rows_per_position(group, theirs[index]) for index, group in enumerate(rank.groups)]
-            for rank in memory.ranks
+            [_rows(divide(theirs[index], group)) for index, group in enumerate(rank.groups)] for rank in memory.ranks
         ]
         self._plans = self._plan_groups()
         self._context_plans = self._plan_context()
@@ -145,7 +144,7 @@ class Routes:
 
     def rows_of(self, number: int) -> list[int]:
         """Rows of a position, by group, of a rank of the peer's: what of it our ranks hold."""
-        return [sum(share.rows_per_position for share in shares) for shares in self.shares[number]]
+        return [_rows(shares) for shares in self.shares[number]]
 
     def holders(self, name: str, number: int) -> tuple[int, ...]:
         """Our ranks that can fill a context buffer of a rank of the peer's."""
@@ -240,6 +239,11 @@ class Routes:
         if new != old:
             raise LocalProtocolError("Rotate names other ranks, interfaces, regions or providers than Attach")
         return [endpoint for rank in ranks for endpoint in rank.endpoints]
+
+
+def _rows(shares: Iterable[Share]) -> int:
+    """Rows of a position."""
+    return sum(share.rows_per_position for share in shares)
 
 
 def _numbered(sizes: Iterable[int]) -> list[range]:

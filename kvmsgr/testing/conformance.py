@@ -14,11 +14,13 @@ from __future__ import annotations
 from .counting import Counting
 from .fences import Fences
 from .flow import Flow
+from .interfaces import Interfaces
 from .rotations import Rotations
 from .spoiling import Spoiling
 
 __all__ = ["Conformance"]
 
 
-class Conformance(Counting, Flow, Fences, Rotations, Spoiling):
-    """All of it: what lands and is counted, how it flows, how it ends, and what switches for faults do."""
+class Conformance(Counting, Flow, Fences, Interfaces, Rotations, Spoiling):
+    """All of it: what lands and is counted, how it flows, over several interfaces, how it ends, and what switches for
+    faults do."""

@@ -138,4 +138,4 @@ class Counting:
 def one_entry(pair: Pair) -> int:
     """A template of rows of one byte, for edges alone."""
     runs, entries = np.zeros((0, 4), dtype=np.uint64), np.zeros((1, 5), dtype=np.int64)
-    return pair.source.poller.add_template(pair.link, runs, 0, 0, entries, 1, 1)
+    return pair.source.poller.add_template(pair.link, runs, (0, 1, 0), (0, 1, 0), entries, 1, 1)

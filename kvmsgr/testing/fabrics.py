@@ -35,8 +35,8 @@ class FabricUnderTest(Protocol):
     def fence_proven(self) -> bool: ...
     @property
     def closes_in_process(self) -> bool: ...
-    def poller(self, state: StateFile, **options: Unpack[Options]) -> Poller:
-        """Open one more, which can reach the others."""
+    def poller(self, state: StateFile, *, num_nics: int = 1, **options: Unpack[Options]) -> Poller:
+        """Open one more with so many network interfaces, which can reach the others."""
 
     def progress(self, poller: Poller) -> None:
         """Let all pollers go on; return at once when `poller` has records, and after a millisecond at the latest."""
@@ -50,8 +50,8 @@ class Libfabric:
         self.fence_proven = name != "tcp;ofi_rxm"
         self.closes_in_process = name != "shm"
 
-    def poller(self, state: StateFile, **options: Unpack[Options]) -> Poller:
-        return NativePoller(self.name, state, **options)
+    def poller(self, state: StateFile, *, num_nics: int = 1, **options: Unpack[Options]) -> Poller:
+        return NativePoller(self.name, state, nics=["127.0.0.1"] * num_nics, **options)
 
     def progress(self, poller: Poller) -> None:
         select.select([poller.fd], [], [], 0.001)
@@ -67,8 +67,8 @@ class InProcess:
         self.air = Air(seed, any_order=any_order)
         self._pollers: list[InProcessPoller] = []
 
-    def poller(self, state: StateFile, **options: Unpack[Options]) -> Poller:
-        poller = InProcessPoller(self.air, state, **options)
+    def poller(self, state: StateFile, *, num_nics: int = 1, **options: Unpack[Options]) -> Poller:
+        poller = InProcessPoller(self.air, state, nics=[None] * num_nics, **options)
         self._pollers.append(poller)
         return poller
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Unpack
 
@@ -20,8 +21,12 @@ SCATTERED = [(page, (page * 7 + 3) % NUM_PAGES) for page in range(NUM_PAGES)]
 class Pair:
     """`source` writes to `target`.
 
+    Each network interface of a side has a link, connected to every endpoint of the other side. Of these, link e beats
+    those whose number is e, modulo the number of its side's links.
+
     Args:
-        window: Operations that each side grants the other.
+        window: Operations that each side grants the other, a link.
+        nics: Network interfaces of the source, and of the target.
         closes_under_traffic: The target's link may be closed while it is written to. The target is then in another
             process where the fabric cannot bear that in one.
     """
@@ -31,22 +36,26 @@ class Pair:
         fabric: FabricUnderTest,
         *,
         window: int = 64,
+        nics: tuple[int, int] = (1, 1),
         closes_under_traffic: bool = False,
         **options: Unpack[Options],
     ) -> None:
         self.fabric = fabric
         self.window = window
         self.far = closes_under_traffic and not fabric.closes_in_process
-        self.source = Side(fabric, **options)
+        self.nics = nics
+        self.source = Side(fabric, nics[0], **options)
         self.source.fill()
-        self.target = open_far(fabric.name, **options) if self.far else Side(fabric, **options)
+        self.target = open_far(fabric.name, nics[1], **options) if self.far else Side(fabric, nics[1], **options)
         self.connect()
 
     def connect(self) -> None:
-        """Pair the two by a new link."""
-        self.link, self.target_link = self.source.open_link(), self.target.open_link()
-        self.source.connect(self.link, self.target.place(self.target_link), self.window)
-        self.target.connect(self.target_link, self.source.place(self.link), self.window)
+        """Pair the two by new links."""
+        self.links = [self.source.open_link(nic) for nic in range(self.nics[0])]
+        self.target_links = [self.target.open_link(nic) for nic in range(self.nics[1])]
+        self.link, self.target_link = self.links[0], self.target_links[0]
+        join(self.source, self.links, self.target, self.target_links, self.window)
+        join(self.target, self.target_links, self.source, self.links, self.window)
         self.template = self.source.add_template(self.link)
 
     def begin(self, pairs: Pairs, *, tag: int = 1, ready: bool = False, num_bumps: int = NUM_LAYERS) -> int:
@@ -93,3 +102,10 @@ class Pair:
             self.settle()
         self.source.close()
         self.target.close()
+
+
+def join(side: Side, links: Sequence[int], peer: Side, peer_links: Sequence[int], window: int) -> None:
+    """Connect all links of a side."""
+    places = [peer.place(link) for link in peer_links]
+    for index, link in enumerate(links):
+        side.connect_all(link, places, window, range(index, len(places), len(links)))

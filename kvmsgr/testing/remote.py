@@ -1,4 +1,5 @@
-"""A side in a process of its own: `python -m kvmsgr.testing.remote <fabric> <options>`, asked over its pipes."""
+"""A side in a process of its own: `python -m kvmsgr.testing.remote <fabric> <num_nics> <options>`, asked over its
+pipes."""
 
 from __future__ import annotations
 
@@ -21,9 +22,9 @@ class RemoteError(Exception):
 class RemoteSide:
     """Asks a `Side` of another process, which ends when this one is closed, or left alone."""
 
-    def __init__(self, fabric: str, **options: Unpack[Options]) -> None:
+    def __init__(self, fabric: str, num_nics: int, **options: Unpack[Options]) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "kvmsgr.testing.remote", fabric, json.dumps(options)],
+            [sys.executable, "-m", "kvmsgr.testing.remote", fabric, str(num_nics), json.dumps(options)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
@@ -46,14 +47,14 @@ class RemoteSide:
             raise RemoteError(f"the other process ended with {self._process.returncode}")
 
 
-def open_far(fabric: str, **options: Unpack[Options]) -> Side:
+def open_far(fabric: str, num_nics: int, **options: Unpack[Options]) -> Side:
     """A side in another process, used like one of this."""
-    return cast(Side, RemoteSide(fabric, **options))
+    return cast(Side, RemoteSide(fabric, num_nics, **options))
 
 
 def main() -> None:
-    name, options = sys.argv[1], json.loads(sys.argv[2])
-    side = Side(InProcess() if name == "inprocess" else Libfabric(name), **options)
+    name, num_nics, options = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
+    side = Side(InProcess() if name == "inprocess" else Libfabric(name), num_nics, **options)
     while True:
         try:
             method, arguments, more = pickle.load(sys.stdin.buffer)

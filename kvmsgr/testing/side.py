@@ -11,7 +11,18 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmsgr.fabric import records
-from kvmsgr.fabric.interface import PORT_CLOSED, PORT_OPENED, LayerCounter, Order, Record, Remote, StateFile
+from kvmsgr.fabric.interface import (
+    ORDER_FIELDS,
+    PORT_CLOSED,
+    PORT_OPENED,
+    Beat,
+    LayerCounter,
+    PageUnits,
+    Record,
+    Remote,
+    RemoteAt,
+    StateFile,
+)
 from kvmsgr_protocol import NUM_GENERATIONS, immediate
 
 from .fabrics import FabricUnderTest, Options
@@ -33,6 +44,9 @@ WARM_IMMEDIATE = immediate.base(WARM_SLOT, 0)
 WARM_ATTEMPT = 100
 
 Pairs = Sequence[tuple[int, int]]
+Order = tuple[int, int, int, int, bool]
+"""(link, template, immediate, tag, ready): a transfer."""
+WHOLE = (PAGE_BYTES, 1, 0)
 NO_EDGES = np.zeros((0, 4), dtype=np.uint64)
 
 
@@ -47,11 +61,12 @@ class Place(NamedTuple):
 class Side:
     """A poller with one region of memory: NUM_LAYERS layers of NUM_PAGES pages."""
 
-    def __init__(self, fabric: FabricUnderTest, **options: Unpack[Options]) -> None:
+    def __init__(self, fabric: FabricUnderTest, num_nics: int = 1, **options: Unpack[Options]) -> None:
         self.fabric = fabric
+        self.num_nics = num_nics
         self.memory = np.zeros(NUM_LAYERS * LAYER_BYTES, dtype=np.uint8)
         self.state = StateFile(None, incarnation=secrets.randbits(60))
-        self.poller = fabric.poller(self.state, **options)
+        self.poller = fabric.poller(self.state, num_nics=num_nics, **options)
         self.poller.register(self.memory.ctypes.data, self.memory.nbytes)
         self.counter = LayerCounter(8)
         self.poller.add_counter(self.counter)
@@ -102,8 +117,8 @@ class Side:
 
     # Links
 
-    def open_link(self) -> int:
-        link = self.poller.open_link([secrets.randbits(63) for _ in range(2)])  # of its region, and of its cell
+    def open_link(self, nic: int = 0, num_regions: int = 1) -> int:
+        link = self.poller.open_link([secrets.randbits(63) for _ in range(num_regions + 1)], nic)  # and of its cell
         self.wait(records.LINK_OPENED, link)
         return link
 
@@ -116,21 +131,26 @@ class Side:
         return Place(self.poller.link_address(link), self.poller.link_regions(link), beat)
 
     def connect(self, link: int, place: Place, window: int) -> None:
-        self.poller.connect_link(link, place.address, place.regions, window, place.beat)
+        self.connect_all(link, [place], window, [0])
+
+    def connect_all(self, link: int, places: Sequence[Place], window: int, beats: Sequence[int]) -> None:
+        """To several endpoints of a peer, with heartbeats to some of them. Regions are numbered by places."""
+        addresses, regions, cells = targets_of(places, beats)
+        self.poller.connect_link(link, addresses, regions, window, cells)
 
     def close_link(self, link: int) -> None:
         self.poller.close_link(link)
         self.wait(records.LINK_CLOSED, link)
 
-    def close_under_traffic(self, link: int, *, held: bool = False) -> int:
+    def close_under_traffic(self, *links: int, held: bool = False) -> int:
         """Close while writes land, or while they are held, and clear the memory. Returns the rows counted by then."""
-        if held:
-            self.poller.close_link(link)
-            self.hold(False)
-            self.wait(records.LINK_CLOSED, link)
-        else:
+        if not held:
             self.until_landed(1)
-            self.close_link(link)
+        for link in links:
+            self.poller.close_link(link)
+        self.hold(False)
+        for link in links:
+            self.wait(records.LINK_CLOSED, link)
         self.clear()
         return self.slot_rows()
 
@@ -139,15 +159,15 @@ class Side:
 
     def rotate(self) -> int:
         """Open another port for all links; returns its number."""
-        self.poller.rotate([secrets.randbits(63)])
+        self.poller.rotate([[secrets.randbits(63)] for _ in range(self.num_nics)])
         return self.wait(PORT_OPENED)[1]
 
     def close_port(self, port: int) -> None:
         self.poller.close_port(port)
         self.wait(PORT_CLOSED, port)
 
-    def retarget(self, link: int, place: Place) -> None:
-        self.poller.retarget_link(link, place.address, place.regions, place.beat)
+    def retarget(self, link: int, *places: Place, beats: Sequence[int] = (0,)) -> None:
+        self.poller.retarget_link(link, *targets_of(places, beats))
 
     # What is counted
 
@@ -193,13 +213,19 @@ class Side:
 
     # Sending
 
-    def add_template(self, link: int) -> int:
-        """Whole pages, one run a page, in every layer; layer l goes at bump l + 1."""
-        runs = np.array([[0, 0, PAGE_BYTES, PAGE_ROWS]], dtype=np.uint64)
-        layers = np.arange(NUM_LAYERS)
-        zeros = np.zeros_like(layers)
-        entries = np.stack([zeros, layers * LAYER_BYTES, zeros, layers * LAYER_BYTES, layers + 1], axis=1)
-        return self.poller.add_template(link, runs, PAGE_BYTES, PAGE_BYTES, entries.astype(np.int64), ROW_BYTES, 2)
+    def add_template(
+        self,
+        link: int,
+        layers: Sequence[int] = range(NUM_LAYERS),
+        *,
+        target: int = 0,
+        pages: tuple[PageUnits, PageUnits] = (WHOLE, WHOLE),
+        unit_rows: int = PAGE_ROWS,
+    ) -> int:
+        """Whole units (pages, if nothing is said), one run each, in these layers; layer l goes at bump l + 1."""
+        runs = np.array([[0, 0, unit_rows * ROW_BYTES, unit_rows]], dtype=np.uint64)
+        entries = [[0, layer * LAYER_BYTES, target, layer * LAYER_BYTES, layer + 1] for layer in layers]
+        return self.poller.add_template(link, runs, *pages, np.array(entries, dtype=np.int64), ROW_BYTES, 2)
 
     def begin(
         self,
@@ -208,11 +234,28 @@ class Side:
         edges: npt.NDArray[np.uint64] = NO_EDGES,
     ) -> int:
         """Arm whole pages of several transfers in one step; `edges` are the first one's."""
-        starts = np.cumsum([0, *(len(pairs) for _, pairs in transfers)])
-        pages = np.array([pair for _, pairs in transfers for pair in pairs], dtype=np.int32).reshape(-1, 2)
-        edge_starts = [0] + [len(edges)] * len(transfers)
-        orders = [order for order, _ in transfers]
-        return self.poller.begin_step(0, num_bumps, orders, pages, starts, edges, edge_starts, int(DEADLINE_S * 1e9))
+        (ticket,) = self.arm([(0, num_bumps)], [(0, *transfer) for transfer in transfers], edges)
+        return ticket
+
+    def arm(
+        self,
+        parts: Sequence[tuple[int, int]],
+        transfers: Sequence[tuple[int, Order, Pairs]],
+        edges: npt.NDArray[np.uint64] = NO_EDGES,
+    ) -> list[int]:
+        """Arm a step on several layer counters; the part of each transfer comes first. Those of equal pages share
+        them."""
+        starts: dict[tuple[tuple[int, int], ...], int] = {}
+        pages: list[tuple[int, int]] = []
+        orders = np.zeros((len(transfers), len(ORDER_FIELDS)), dtype=np.int64)
+        for row, (part, order, pairs) in zip(orders, transfers, strict=True):
+            start = starts.setdefault(tuple(pairs), len(pages))
+            if start == len(pages):
+                pages += pairs
+            row[:] = (part, *order, start, start + len(pairs), 0, 0)
+        orders[:1, -1] = len(edges)
+        raw = np.array(pages, dtype=np.int32).reshape(-1, 2)
+        return self.poller.begin_step(parts, orders, raw, edges, int(DEADLINE_S * 1e9))
 
     def run_step(self, ticket: int, num_bumps: int = NUM_LAYERS) -> None:
         self.counter.start(ticket)
@@ -223,3 +266,9 @@ class Side:
         self.poller.close()
         self.state.close()
         del self.counter
+
+
+def targets_of(places: Sequence[Place], beats: Sequence[int]) -> tuple[list[bytes], list[RemoteAt], list[Beat]]:
+    """Addresses, regions and heartbeats as a poller takes them."""
+    regions = [(*region, target) for target, place in enumerate(places) for region in place.regions]
+    return [place.address for place in places], regions, [(target, *places[target].beat) for target in beats]

@@ -60,24 +60,29 @@ def test_read_only_memory_that_dlpack_refuses_is_said_so() -> None:
         raw_array(Refusing())
 
 
+def describe(cache: kvmsgr.Cache, *context: kvmsgr.ContextBuffer) -> Memory:
+    return Memory.describe([kvmsgr.Rank(cache, context)], shared_counter=True)
+
+
 def test_memory_names_every_buffer_once() -> None:
     kv = torch.zeros(3, 5, 2, 2, 4, 8)
     hidden = torch.zeros(7, 16)
     group = kvmsgr.CacheGroup.from_tensors([kv], "layer page plane head token dim")
-    memory = Memory.describe(kvmsgr.Cache([group]), [kvmsgr.ContextBuffer("hidden", hidden)])
-    assert [(region.address, region.num_bytes) for region in memory.regions] == [
+    memory = describe(kvmsgr.Cache([group]), kvmsgr.ContextBuffer("hidden", hidden))
+    [rank] = memory.ranks
+    assert [(region.address, region.num_bytes) for region in rank.regions] == [
         (kv.data_ptr(), kv.nbytes),
         (hidden.data_ptr(), hidden.nbytes),
     ]
-    assert memory.num_signals == 3
-    memory.context_view(0, 2)[:] = np.arange(16, dtype=np.float32).view(np.uint8)
+    assert memory.num_signals == (3,)
+    rank.context_views(2)["hidden"][:] = np.arange(16, dtype=np.float32).view(np.uint8)
     assert hidden[2].tolist() == list(range(16))
     assert hidden[1].tolist() == hidden[3].tolist() == [0] * 16
 
 
 def test_a_cache_without_groups_is_refused() -> None:
     with pytest.raises(LayoutError, match="at least one group"):
-        Memory.describe(kvmsgr.Cache([]))
+        describe(kvmsgr.Cache([]))
 
 
 def test_bytes_at_is_a_view_that_keeps_its_memory() -> None:
@@ -111,8 +116,40 @@ def test_context_buffers_have_memory_and_names_of_their_own() -> None:
     kv, hidden = torch.zeros(3, 5, 2, 2, 4, 8), torch.zeros(7, 16)
     cache = kvmsgr.Cache([kvmsgr.CacheGroup.from_tensors([kv], "layer page plane head token dim")])
     with pytest.raises(LayoutError, match="shares memory with buffer 0"):
-        Memory.describe(cache, [kvmsgr.ContextBuffer("a", hidden[:5]), kvmsgr.ContextBuffer("b", hidden[4:])])
+        describe(cache, kvmsgr.ContextBuffer("a", hidden[:5]), kvmsgr.ContextBuffer("b", hidden[4:]))
     with pytest.raises(LayoutError, match="shares memory with the cache"):
-        Memory.describe(cache, [kvmsgr.ContextBuffer("a", kv.view(-1, 16)[:2])])
+        describe(cache, kvmsgr.ContextBuffer("a", kv.view(-1, 16)[:2]))
     with pytest.raises(LayoutError, match="named 'a'"):
-        Memory.describe(cache, [kvmsgr.ContextBuffer("a", hidden[:3]), kvmsgr.ContextBuffer("a", hidden[3:])])
+        describe(cache, kvmsgr.ContextBuffer("a", hidden[:3]), kvmsgr.ContextBuffer("a", hidden[3:]))
+
+
+def group(page_tokens: int = 4, name: str = "kv", layers: tuple[int, ...] = (0, 1, 2)) -> kvmsgr.CacheGroup:
+    array = np.zeros((3, 5, 2, page_tokens, 8), np.float32)
+    return kvmsgr.CacheGroup.from_tensors([array], "layer page head token dim", name=name, layers=layers)
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [(group(8), r"page_tokens of rank 1 are \[8\], those of rank 0 \[4\]"), (group(name="b"), "groups of rank 1")],
+)
+def test_ranks_of_a_messenger_have_the_same_pages(other: kvmsgr.CacheGroup, said: str) -> None:
+    ranks = [kvmsgr.Rank(kvmsgr.Cache([one])) for one in (group(), other)]
+    with pytest.raises(LayoutError, match=said):
+        Memory.describe(ranks, shared_counter=True)
+
+
+def test_signals_count_the_layers_of_all_ranks_or_of_each() -> None:
+    ranks = [kvmsgr.Rank(kvmsgr.Cache([group(layers=layers)])) for layers in ((0, 1, 2), (2, 5, 7))]
+    assert Memory.describe(ranks, shared_counter=True).num_signals == (5,)
+    own = Memory.describe(ranks, shared_counter=False)
+    assert own.num_signals == (3, 3)
+    assert [entry.signal for entry in own.ranks[1].groups[0].entries] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [([], "at least one rank"), ([kvmsgr.Rank(kvmsgr.Cache([group()]), interfaces=())], "rank 0: .* interface")],
+)
+def test_a_messenger_has_ranks_and_a_rank_has_interfaces(ranks: list[kvmsgr.Rank], said: str) -> None:
+    with pytest.raises(LayoutError, match=said):
+        Memory.describe(ranks, shared_counter=True)

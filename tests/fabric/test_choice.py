@@ -27,7 +27,9 @@ from kvmsgr.fabric.state_view import StateView
 
 
 def settings(fabric: str, local: bool, tmp_path: Path) -> FabricSettings:
-    return FabricSettings(fabric, local, "127.0.0.1", "ab" * 16, 1024, 0.5, 2.0, 5.0, "auto", None, None, str(tmp_path))
+    return FabricSettings(
+        fabric, local, ["127.0.0.1"], "ab" * 16, 1024, 0.5, 2.0, 5.0, "auto", None, None, str(tmp_path)
+    )
 
 
 def test_auto_prefers_shared_memory_only_where_every_peer_is_on_this_host() -> None:
@@ -39,7 +41,7 @@ def test_auto_prefers_shared_memory_only_where_every_peer_is_on_this_host() -> N
 @pytest.mark.parametrize(("fabric", "local"), [("auto", True), ("auto", False), ("net", True), ("shm", True)])
 def test_what_is_chosen_passed_the_self_test_and_says_why(fabric: str, local: bool, tmp_path: Path) -> None:
     memory = np.zeros(4096, np.uint8)
-    opened = open_fabric(settings(fabric, local, tmp_path), [(memory.ctypes.data, memory.nbytes)])
+    opened = open_fabric(settings(fabric, local, tmp_path), [(memory.ctypes.data, memory.nbytes, [0])])
     try:
         assert "passed the self-test" in opened.choice.why
         assert opened.choice.provider in opened.choice.why
@@ -66,7 +68,7 @@ def test_registered_memory_is_held_until_the_poller_has_stopped(tmp_path: Path) 
 
     memory, owner = np.zeros(4096, np.uint8), Owner()
     alive = weakref.ref(owner)
-    opened = open_fabric(settings("net", True, tmp_path), [(memory.ctypes.data, memory.nbytes)], owner)
+    opened = open_fabric(settings("net", True, tmp_path), [(memory.ctypes.data, memory.nbytes, [0])], owner)
     del owner
     assert alive() is not None
     opened.close()

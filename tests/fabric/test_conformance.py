@@ -35,7 +35,7 @@ class TestLibfabric(Conformance):
 @pytest.mark.parametrize("refused", ["sockets", "udp;ofi_rxd", "no-such-provider"])
 def test_a_provider_that_will_not_do_is_refused_by_name(refused: str, tmp_path: Path) -> None:
     settings = FabricSettings(
-        refused, True, "127.0.0.1", "ab" * 16, 64, 0.5, 2.0, 5.0, "auto", None, None, str(tmp_path)
+        refused, True, ["127.0.0.1"], "ab" * 16, 64, 0.5, 2.0, 5.0, "auto", None, None, str(tmp_path)
     )
     assert refused not in providers()
     with pytest.raises(FabricUnavailableError, match=refused):

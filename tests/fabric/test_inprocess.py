@@ -20,7 +20,7 @@ from kvmsgr.fabric.interface import FAILED_COMPLETION, FAILED_TIMEOUT, Poller
 from kvmsgr.fabric.libfabric import FabricSettings, NativePoller, open_fabric
 from kvmsgr.testing.fabrics import InProcess, Libfabric
 from kvmsgr.testing.pair import SCATTERED, Pair
-from kvmsgr.testing.side import IMMEDIATE, NUM_LAYERS, NUM_PAGES, PAGE_BYTES, ROWS_A_PAGE
+from kvmsgr.testing.side import IMMEDIATE, NUM_LAYERS, NUM_PAGES, ROWS_A_PAGE, WHOLE
 
 
 @pytest.fixture
@@ -149,10 +149,8 @@ def test_the_driver_goes_by_the_clock_of_its_loop() -> None:
             driver = Driver(inprocess(pair.source.poller), asyncio.get_running_loop())
             arrived = asyncio.Event()
             asyncio.get_running_loop().add_reader(pair.source.poller.fd, arrived.set)
-            starts = [0, 0]
-            pair.source.poller.begin_step(
-                0, 1, [], np.zeros((0, 2), np.int32), starts[:1], np.zeros((0, 4), np.uint64), starts[:1], 20_000_000
-            )
+            nothing = np.zeros((0, 10), np.int64), np.zeros((0, 2), np.int32), np.zeros((0, 4), np.uint64)
+            pair.source.poller.begin_step([(0, 1)], *nothing, 20_000_000)
             await asyncio.wait_for(arrived.wait(), 10)
             asyncio.get_running_loop().remove_reader(pair.source.poller.fd)
             del driver
@@ -162,7 +160,9 @@ def test_the_driver_goes_by_the_clock_of_its_loop() -> None:
 
 
 def test_messengers_are_opened_in_the_air_that_is_in_use(tmp_path: Path) -> None:
-    settings = FabricSettings("inprocess", True, "", "ab" * 16, 64, 0.5, 2.0, 5.0, "auto", None, None, str(tmp_path))
+    settings = FabricSettings(
+        "inprocess", True, [None], "ab" * 16, 64, 0.5, 2.0, 5.0, "auto", None, None, str(tmp_path)
+    )
     before, mine = current_air(), Air(5)
     with use_air(mine):
         opened = open_fabric(settings, [])
@@ -196,7 +196,7 @@ def moved(fabric: InProcess | Libfabric, plan: tuple[list[list[int]], list[tuple
     with Pair(fabric, max_write_bytes=max_write_bytes, window=1) as pair:
         entries = np.array([[0, 0, 0, 0, 0]], dtype=np.int64)
         template = pair.source.poller.add_template(
-            pair.link, np.array(runs, dtype=np.uint64), 128, PAGE_BYTES, entries, 16, 2
+            pair.link, np.array(runs, dtype=np.uint64), (384, 3, 128), WHOLE, entries, 16, 2
         )
         pair.target.expect(1 << 40)
         pair.source.begin([((pair.link, template, IMMEDIATE, 1, True), pairs)], 0)

@@ -240,7 +240,7 @@ async def test_what_an_engine_gets_wrong_is_told_at_once() -> None:
             decoder.fetch("r", peer, [1, 2], [Span(1, 0, [1])])
         with pytest.raises(AddressError, match="expected"):
             decoder.fetch("r", [kvmsgr.Descriptor("nowhere", "0" * 32)], [1, 2], [Span(0, 0, [1])])
-        with pytest.raises(ConfigError, match="0 sources"):
+        with pytest.raises(ConfigError, match="names no source"):
             decoder.fetch("r", [], [1, 2], [Span(0, 0, [1])])
         with pytest.raises(ConfigError, match="no tokens"):
             decoder.fetch("r", peer, [], [])

@@ -58,9 +58,9 @@ async def test_what_cannot_be_sent_is_refused_and_holds_nothing(live: bool) -> N
                     fetch("r", peer, [1, 1], spans, time_allowed_s=time_allowed_s)
             with pytest.raises(LayoutError, match="page"):
                 fetch("r", peer, [1, 1], [Span(0, 0, [0.5])])  # type: ignore[list-item]
-        assert both.decoder.node._pages[0].num_held == 0
+        assert both.decoder.node.outbox._pages[0][0].num_held == 0
         assert both.decoder.node.context_slots.num_held == 0
-        assert both.decoder.node._slots.num_held <= 1, "only the heartbeats of the peer have a slot"
+        assert both.decoder.node.slots.num_held <= 1, "only the heartbeats of the peer have a slot"
         good = fetch("r", peer, [1, 1], spans, payload=bytes(1 << 20), time_allowed_s=20, trace={"traceparent": "00"})
         request = await both.asked()
         assert len(request.payload) == 1 << 20
@@ -88,7 +88,7 @@ async def test_a_request_that_nobody_took_up_leaves_its_pages_free() -> None:
         with pytest.raises(TransferTimeout):
             await within(fetch)
         await within(fetch.released())
-        assert both.decoder.node._pages[0].num_held == 0
+        assert both.decoder.node.outbox._pages[0][0].num_held == 0
         request.accept()  # too late, and harmless
 
 
@@ -203,8 +203,8 @@ def spoil(monkeypatch: pytest.MonkeyPatch, **changes: object) -> None:
         if isinstance(message, Attach):
             rank = message.ranks[0]
             endpoint = replace(rank.endpoints[0], **changes.get("endpoint", {}))  # type: ignore[arg-type]
-            regions = [replace(region, **changes.get("region", {})) for region in rank.regions]  # type: ignore[arg-type]
-            message = replace(message, ranks=[replace(rank, endpoints=[endpoint], regions=regions)])
+            rank = replace(rank, endpoints=[endpoint], **changes.get("rank", {}))  # type: ignore[arg-type]
+            message = replace(message, ranks=[rank])
         real(connection, message)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Connection, "send", lying)
@@ -213,7 +213,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, **changes: object) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"region": {"num_bytes": 100}}, "does not have"),
+        ({"rank": {"region_bytes": [100, 100]}}, "does not have"),
         ({"endpoint": {"address": bytes(1000)}}, "cannot be connected to"),
     ],
 )

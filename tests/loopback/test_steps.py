@@ -16,7 +16,7 @@ from kvmsgr.errors import (
     StepFaultError,
     StepLimitError,
 )
-from kvmsgr.runtime import node
+from kvmsgr.runtime import outbox
 from kvmsgr_protocol import Reason
 
 from .engines import DIM, HEADS, LAYERS, PAGE_TOKENS, pair, settle, until, within
@@ -158,7 +158,7 @@ async def test_a_request_that_ends_in_a_step_does_not_change_what_the_step_signa
 
 
 async def test_a_last_chunk_that_moves_nothing_still_ends_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node, "check_cover", lambda *_: None)  # as a decoder of another make may ask
+    monkeypatch.setattr(outbox, "check_cover", lambda *_: None)  # as a decoder of another make may ask
     async with pair("net", context=False) as both:
         fetch = both.fetch("r", 2 * PAGE_TOKENS + 1, [0])  # the decoder wants the first page only
         request = await both.asked()

@@ -157,8 +157,8 @@ async def test_slots_and_pages_come_back_and_serve_again() -> None:
             both.decoder.cache.check(n, range(LAYERS), [0, 1], 0, 5)
             arrival.release()
             await within(fetch.released())
-        assert both.decoder.node._slots.num_held == 1, "only the heartbeats of the peer have a slot"
-        assert both.decoder.node._pages[0].num_held == 0
+        assert both.decoder.node.slots.num_held == 1, "only the heartbeats of the peer have a slot"
+        assert both.decoder.node.outbox._pages[0][0].num_held == 0
 
 
 def test_plain_values_need_neither_the_native_layer_nor_torch() -> None:

@@ -13,10 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmsgr._ext import native
+from kvmsgr.fabric.interface import ORDER_FIELDS
 
 ROW_BYTES = 64
 PAGE_ROWS = 16
 PAGE_BYTES = ROW_BYTES * PAGE_ROWS
+PAGE = (PAGE_BYTES, 1, 0)
 NUM_PAGES = 64
 NUM_LAYERS = 4
 LAYER_BYTES = PAGE_BYTES * NUM_PAGES
@@ -27,6 +29,7 @@ IMMEDIATE = SLOT << 18 | GENERATION << 14
 
 Record = tuple[int, int, int, int, int]
 Pairs = Sequence[tuple[int, int]]
+NO_EDGES = np.zeros((0, 4), dtype=np.uint64)
 Triple = tuple[int, int, int]
 Offer = tuple[bytes, list[Triple], Triple]  # address, regions (base, bytes, key), heartbeats (base, key, immediate)
 
@@ -197,7 +200,12 @@ def connect(source: Node, target: Node, window: int = 64) -> tuple[int, int]:
 
 def connect_link(node: Node, link: int, offer: Offer, window: int = 64) -> None:
     address, regions, beat = offer
-    node.poller.connect_link(link, address, regions, window, beat)
+    node.poller.connect_link(link, [address], [(*region, 0) for region in regions], window, [(0, *beat)])
+
+
+def retarget_link(node: Node, link: int, offer: Offer) -> None:
+    address, regions, beat = offer
+    node.poller.retarget_link(link, [address], [(*region, 0) for region in regions], [(0, *beat)])
 
 
 def add_template(node: Node, link: int, num_bytes: int = PAGE_BYTES) -> int:
@@ -206,7 +214,7 @@ def add_template(node: Node, link: int, num_bytes: int = PAGE_BYTES) -> int:
     layers = np.arange(NUM_LAYERS)
     zeros = np.zeros_like(layers)
     entries = np.stack([zeros, layers * LAYER_BYTES, zeros, layers * LAYER_BYTES, layers + 1], axis=1)
-    return node.poller.add_template(link, runs, PAGE_BYTES, PAGE_BYTES, entries.astype(np.int64), ROW_BYTES, 2)
+    return node.poller.add_template(link, runs, PAGE, PAGE, entries.astype(np.int64), ROW_BYTES, 2)
 
 
 def begin(
@@ -214,11 +222,16 @@ def begin(
     transfers: Sequence[tuple[tuple[int, int, int, int, bool], Pairs]],
     num_bumps: int = NUM_LAYERS,
     deadline_s: float = DEADLINE_S,
+    edges: npt.NDArray[np.uint64] = NO_EDGES,
 ) -> int:
-    """Arms several transfers of whole pages in one step."""
-    starts = np.cumsum([0, *(len(pairs) for _, pairs in transfers)]).tolist()
+    """Arms several transfers of whole pages in one step: (link, template, immediate, tag, ready) each. The edges are
+    those of the first one."""
+    orders = np.zeros((len(transfers), len(ORDER_FIELDS)), dtype=np.int64)
     pages = np.array([pair for _, pairs in transfers for pair in pairs], dtype=np.int32).reshape(-1, 2)
-    edges = np.zeros((0, 4), dtype=np.uint64)
-    orders = [transfer for transfer, _ in transfers]
-    nothing = [0] * (len(transfers) + 1)
-    return node.poller.begin_step(0, num_bumps, orders, pages, starts, edges, nothing, int(deadline_s * 1e9))
+    page = 0
+    for row, (transfer, pairs) in zip(orders, transfers, strict=True):
+        row[:] = (0, *transfer, page, page + len(pairs), 0, 0)
+        page += len(pairs)
+    orders[:1, -1] = len(edges)
+    (ticket,) = node.poller.begin_step([(0, num_bumps)], orders, pages, edges, int(deadline_s * 1e9))
+    return ticket

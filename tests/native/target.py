@@ -25,6 +25,7 @@ from tests.native.loopback import (
     add_template,
     begin,
     connect_link,
+    retarget_link,
 )
 
 SCATTERED = [(page, (page * 7 + 3) % NUM_PAGES) for page in range(NUM_PAGES)]
@@ -108,7 +109,7 @@ class Answers:
 
     def follow(self, address: str, regions: list[Triple], beat: Triple) -> None:
         """The driver's side has rotated."""
-        self.node.poller.retarget_link(self.link, bytes.fromhex(address), regions, beat)
+        retarget_link(self.node, self.link, (bytes.fromhex(address), regions, beat))
         self.node.wait(native.LINK_HELD, self.link)
         self.node.poller.resume_link(self.link)
 

@@ -53,7 +53,7 @@ def close_amid_connections(pair: Pair, *, shared: bool, held: bool) -> None:
     target.poller.hold(held)
     half_made.append(begin_connection(target, link))  # still to be accepted, if it is held
     if shared:
-        target.poller.rotate([secrets.randbits(63)])
+        target.poller.rotate([[secrets.randbits(63)]])
         target.wait(native.PORT_OPENED)
         target.poller.close_port(1)
         target.wait(native.PORT_CLOSED, 1)

@@ -94,12 +94,18 @@ def test_calls_that_come_too_early_or_too_often_are_refused(pair: Pair) -> None:
     with pytest.raises(ValueError, match="1 keys for 1 regions and a cell"):
         pair.source.poller.open_link([1])
     with pytest.raises(RuntimeError, match="connected already"):
-        pair.source.poller.connect_link(pair.link, b"", [], 1, (0, 0, 0))
+        pair.source.poller.connect_link(pair.link, [b""], [], 1, [])
     link = pair.source.open_link()
     with pytest.raises(ValueError, match="window of 0"):
-        pair.source.poller.connect_link(link, b"x", [], 0, (0, 0, 0))
+        pair.source.poller.connect_link(link, [b"x"], [], 0, [])
     with pytest.raises(ValueError, match="heartbeats already carries rows"):
-        pair.source.poller.connect_link(link, b"x", [], 1, (0, 0, 1))
+        pair.source.poller.connect_link(link, [b"x"], [], 1, [(0, 0, 0, 1)])
+    with pytest.raises(ValueError, match="no targets"):
+        pair.source.poller.connect_link(link, [], [], 1, [])
+    with pytest.raises(ValueError, match="region 0 of the peer is reached through target 1 of 1"):
+        pair.source.poller.connect_link(link, [b"x"], [(0, 8, 1, 1)], 1, [])
+    with pytest.raises(ValueError, match="heartbeats 0 go to target 1 of 1"):
+        pair.source.poller.connect_link(link, [b"x"], [], 1, [(1, 0, 0, 0)])
     with pytest.raises(KeyError, match="link 7 is not open"):
         pair.source.poller.link_address(7)
 

@@ -19,6 +19,7 @@ from tests.native.loopback import (
     add_template,
     begin,
     connect,
+    retarget_link,
 )
 from tests.native.target import Target
 
@@ -39,7 +40,7 @@ def send(pair: Pair, num_transfers: int, tag: int = 0) -> None:
 
 
 def rotate(node: Node) -> int:
-    node.poller.rotate([secrets.randbits(63)])
+    node.poller.rotate([[secrets.randbits(63)]])
     return node.wait(native.PORT_OPENED)[1]
 
 
@@ -49,8 +50,7 @@ def place(node: Node, link: int) -> tuple[bytes, list[tuple[int, int, int]]]:
 
 def follow(pair: Pair, offer: Offer) -> None:
     """The source has been told where the target's new port is, and goes on there."""
-    address, regions, beat = offer
-    pair.source.poller.retarget_link(pair.link, address, regions, beat)
+    retarget_link(pair.source, pair.link, offer)
     pair.source.wait(native.LINK_HELD, pair.link)
     pair.wait_landed("landed_writes", pair.source.poller.stats()["posted_writes"])
     pair.source.poller.resume_link(pair.link)
@@ -98,7 +98,7 @@ def test_a_source_moves_by_itself_under_traffic(pair: Pair) -> None:
     send(pair, 30)
     port = rotate(pair.source)
     assert sorted(pair.source.wait(native.SENT)[1] for _ in range(30)) == [*range(30)]
-    pair.target.poller.retarget_link(pair.target_link, *pair.source.offer(pair.link))
+    retarget_link(pair.target, pair.target_link, pair.source.offer(pair.link))
     pair.target.wait(native.LINK_HELD)
     pair.target.poller.resume_link(pair.target_link)
     pair.wait_landed("landed_writes", pair.source.poller.stats()["posted_writes"])
@@ -112,8 +112,7 @@ def test_a_source_moves_by_itself_under_traffic(pair: Pair) -> None:
 def test_heartbeats_follow_at_once(pair: Pair) -> None:
     """Both leases last through a rotation, though the link is held for longer than one."""
     old = rotate(pair.target) - 1
-    address, regions, beat = pair.target.offer(pair.target_link)
-    pair.source.poller.retarget_link(pair.link, address, regions, beat)
+    retarget_link(pair.source, pair.link, pair.target.offer(pair.target_link))
     pair.source.wait(native.LINK_HELD)
     pair.target.poller.close_port(old)
     pair.target.wait(native.PORT_CLOSED)
@@ -127,8 +126,7 @@ def test_heartbeats_follow_at_once(pair: Pair) -> None:
 
 def test_a_link_that_is_held_posts_nothing_until_it_is_resumed(pair: Pair) -> None:
     old = rotate(pair.target) - 1
-    address, regions, beat = pair.target.offer(pair.target_link)
-    pair.source.poller.retarget_link(pair.link, address, regions, beat)
+    retarget_link(pair.source, pair.link, pair.target.offer(pair.target_link))
     pair.source.wait(native.LINK_HELD)
     pair.expect(NUM_PAGES)
     send(pair, 1)
@@ -238,7 +236,7 @@ def test_a_port_that_cannot_be_opened_changes_nothing(pair: Pair, provider: str)
     key = pair.target.poller.link_regions(pair.target_link)[0][2]
     if provider == "shm":
         pytest.skip("each port has a domain of its own there: no key is taken")
-    pair.target.poller.rotate([key])
+    pair.target.poller.rotate([[key]])
     assert pair.target.wait(native.PORT_FAILED)[4] == native.FAILED_REGISTER
     pair.expect(NUM_PAGES)
     send(pair, 1)
@@ -249,24 +247,24 @@ def test_a_port_that_cannot_be_opened_changes_nothing(pair: Pair, provider: str)
 def test_calls_that_make_no_sense_are_refused(pair: Pair) -> None:
     node = Node(pair.source.poller.provider)
     with pytest.raises(RuntimeError, match="a port of its own"):
-        node.poller.rotate([1])
+        node.poller.rotate([[1]])
     node.close()
     poller = pair.target.poller
     with pytest.raises(ValueError, match="2 keys for 1 regions"):
-        poller.rotate([1, 2])
+        poller.rotate([[1, 2]])
     with pytest.raises(KeyError, match="port 2 is not open"):
         poller.close_port(2)
     rotate(pair.target)
     with pytest.raises(RuntimeError, match="port 1 is still open"):
-        poller.rotate([3])
+        poller.rotate([[3]])
     with pytest.raises(KeyError, match="the one to close is port 1"):
         poller.close_port(2)
     address, [(base, num_bytes, key)], beat = pair.target.offer(pair.target_link)
     for regions in ([(base, num_bytes - 1, key)], [(base + 1, num_bytes, key)], []):
         with pytest.raises(ValueError, match="of the peer"):
-            pair.source.poller.retarget_link(pair.link, address, regions, beat)
+            retarget_link(pair.source, pair.link, (address, regions, beat))
     link = pair.source.open_link()
     with pytest.raises(RuntimeError, match="not connected"):
-        pair.source.poller.retarget_link(link, address, [(base, num_bytes, key)], beat)
+        retarget_link(pair.source, link, (address, [(base, num_bytes, key)], beat))
     with pytest.raises(KeyError, match="link 7 is not open"):
         pair.source.poller.resume_link(7)

@@ -111,7 +111,7 @@ def test_a_shared_port_that_is_stuck_is_exchanged_like_any_other() -> None:
             assert source.wait(native.LINK_FAILED, link)[4] == native.FAILED_STUCK
             source.poller.close_link(link)
             source.wait(native.LINK_CLOSED, link)
-        source.poller.rotate([7])
+        source.poller.rotate([[7]])
         old = source.wait(native.PORT_OPENED)[1] - 1
         source.poller.close_port(old)
         source.wait(native.PORT_CLOSED, old)

@@ -92,8 +92,7 @@ def test_edges_move_parts_of_pages(pair: Pair) -> None:
     edges = np.array([[0, PAGE_BYTES, rows * ROW_BYTES, rows]], dtype=np.uint64)
     pair.expect_rows(rows * NUM_LAYERS)
     order = (pair.link, pair.template, IMMEDIATE, 1, True)
-    pages = np.zeros((0, 2), dtype=np.int32)
-    pair.source.poller.begin_step(0, 0, [order], pages, [0, 0], edges, [0, 1], 10**9)
+    begin(pair.source, [(order, [])], 0, edges=edges)
     pair.target.wait(native.REACHED)
     moved = pair.target.pages[:, 1]
     np.testing.assert_array_equal(moved[:, : rows * ROW_BYTES], pair.source.pages[:, 0, : rows * ROW_BYTES])
@@ -179,12 +178,11 @@ def test_what_leaves_a_region_is_refused(pair: Pair, pairs: list[tuple[int, int]
 
 def test_edges_are_checked_too(pair: Pair) -> None:
     order = (pair.link, pair.template, IMMEDIATE, 1, True)
-    pages = np.zeros((0, 2), dtype=np.int32)
     last = NUM_LAYERS * LAYER_BYTES - ROW_BYTES
     for edge in ([last, 0, 2 * ROW_BYTES, 2], [0, last, 2 * ROW_BYTES, 2], [0, 0, ROW_BYTES, 0], [1 << 63, 0, 1, 1]):
         edges = np.array([edge], dtype=np.uint64)
         with pytest.raises(ValueError, match="transfer 0: "):
-            pair.source.poller.begin_step(0, 0, [order], pages, [0, 0], edges, [0, 1], 10**9)
+            begin(pair.source, [(order, [])], 0, edges=edges)
 
 
 def test_arguments_that_make_no_sense_are_refused(pair: Pair) -> None:
@@ -195,8 +193,27 @@ def test_arguments_that_make_no_sense_are_refused(pair: Pair) -> None:
         begin(pair.source, [((pair.link, 5, 0, 1, False), [(0, 0)])])
     with pytest.raises(ValueError, match="already carries rows"):
         begin(pair.source, [((pair.link, pair.template, 1, 1, False), [(0, 0)])])
-    pages = np.zeros((0, 2), dtype=np.int32)
-    with pytest.raises(ValueError, match="layer counter 1"):
-        pair.source.poller.begin_step(1, 1, [], pages, [0], np.zeros((0, 4), np.uint64), [0], 10**9)
+    for parts, message in (
+        ([], "a step on 0 layer counters"),
+        ([(1, 1)], "layer counter 1 of 1"),
+        ([(0, 1), (0, 1)], "two parts"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            begin_parts(pair, parts, [])
+    good = [0, *order, 0, 1, 0, 0]
+    for column, wrong in ((0, 1), (0, -1), (3, 1 << 32), (5, 2), (6, -1), (6, 2), (7, 2), (9, 1)):
+        bad = [*good]
+        bad[column] = wrong
+        with pytest.raises(ValueError, match="transfer 1: "):
+            begin_parts(pair, [(0, NUM_LAYERS)], [good, bad])
+    with pytest.raises(ValueError, match="orders has 10 columns"):
+        begin_parts(pair, [(0, NUM_LAYERS)], [good[:9]])
     with pytest.raises(ValueError, match="was watched"):
         pair.source.poller.add_counter(pair.source.counter)
+    assert native.debug_counters()["transfers"] == native.debug_counters()["steps"] == 0
+
+
+def begin_parts(pair: Pair, parts: list[tuple[int, int]], orders: list[list[int]]) -> list[int]:
+    """A step on several layer counters; there is one pair of pages."""
+    raw = np.array(orders, dtype=np.int64).reshape(len(orders), len(orders[0]) if orders else 10)
+    return pair.source.poller.begin_step(parts, raw, np.zeros((1, 2), np.int32), np.zeros((0, 4), np.uint64), 10**9)

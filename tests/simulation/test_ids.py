@@ -26,7 +26,7 @@ def test_t10_ids_wrap_with_aborts(seed: int, num_requests: int, fence: str) -> N
         async with world(air, ("p", "q", "r"), fence=fence) as (decoder, *sources):
             for source in sources:
                 await go_live(decoder, source)
-            free = decoder.node._slots._free
+            free = decoder.node.slots._free
             while len(free) > NUM_SLOTS:
                 free.pop()
             busy = 0

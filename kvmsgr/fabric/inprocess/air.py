@@ -39,6 +39,15 @@ class Region:
     key: int
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Memory that is written from, through some of the network interfaces, which offer it to peers as well."""
+
+    address: int
+    num_bytes: int
+    nics: frozenset[int]
+
+
 @dataclass(eq=False, slots=True)
 class Endpoint:
     """Where writes of one peer land. Its address is never used again."""

@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvmsgr.fabric.interface import Remote
+from kvmsgr.fabric.interface import Beat, RemoteAt
 
 from .air import Endpoint, Flight
 from .plan import Entry, Run, Template
@@ -61,6 +61,10 @@ class Transfer:
         if self.released > before:
             self.bumps_seen = bumps
 
+    @property
+    def next_entry(self) -> Entry:
+        return self.template.entries[self.entry_index]
+
     def advance(self) -> tuple[Entry, Run]:
         """The next write; it will not come again."""
         entry, write = self.template.entries[self.entry_index], self.writes[self.write_index]
@@ -82,20 +86,35 @@ class Aside:
 
 
 @dataclass(eq=False, slots=True)
+class Heart:
+    """Where heartbeats to one endpoint of the peer go, and when the next one is due."""
+
+    address: bytes
+    offset: int
+    key: int
+    immediate: int
+    due_ns: int = 0
+    beating: bool = False
+
+
+@dataclass(eq=False, slots=True)
 class Operation:
-    """A write in flight. `transfer` is None for a heartbeat."""
+    """A write in flight: of a transfer, or a heartbeat."""
 
     link: Link
     transfer: Transfer | None
+    heart: Heart | None
     num_bytes: int
     posted_ns: int
 
 
 @dataclass(eq=False, slots=True)
 class Port:
-    """An endpoint of ours with the keys of its regions. A link has one to itself, or shares it with all others."""
+    """An endpoint of ours on one network interface, with the keys of its regions. A link has one to itself, or shares
+    it with all others of that interface. Shared ones have the same number on every interface."""
 
     number: int
+    nic: int
     endpoint: Endpoint
     keys: tuple[int, ...]
     closed: bool = False
@@ -104,30 +123,29 @@ class Port:
 
 @dataclass(eq=False, slots=True)
 class Link:
-    """What goes to one peer and comes from it.
+    """What goes to endpoints of one peer and comes from them.
 
-    `port` is what it sends through; `told` are the ports that its peer may write to. `target` is where its writes go,
-    and `beat` where its heartbeats do: (address, offset, key, immediate).
+    `port` is what it sends through; `told` are the ports that its peer may write to. `targets` are the addresses that
+    its writes go to.
     """
 
     number: int
+    nic: int
     keys: tuple[int, ...]
     cell: ctypes.Array[ctypes.c_char] = field(default_factory=lambda: ctypes.create_string_buffer(8))
     port: Port | None = None
     told: set[Port] = field(default_factory=set)
-    target: bytes = b""
-    regions: Sequence[Remote] = ()
+    targets: Sequence[bytes] = ()
+    regions: Sequence[RemoteAt] = ()
+    hearts: Sequence[Heart] = ()
     window: int = 0
-    beat: tuple[bytes, int, int, int] | None = None
-    retarget: tuple[bytes, Sequence[Remote]] | None = None  # until nothing is in flight
+    retarget: tuple[Sequence[bytes], Sequence[RemoteAt]] | None = None  # until nothing is in flight
     held: bool = False  # until it may resume
     asked: bool = False  # to connect, by a caller
     connected: bool = False
     failed: bool = False
     closing: bool = False
     heard_ns: int = 0
-    beat_due_ns: int = 0
-    beating: bool = False
     again_since_ns: int = 0
     flying_bytes: int = 0
     flying: dict[Flight, Operation] = field(default_factory=dict)
@@ -137,7 +155,7 @@ class Link:
     @property
     def num_flying(self) -> int:
         """Operations that count against the window."""
-        return len(self.flying) - self.beating
+        return len(self.flying) - sum(heart.beating for heart in self.hearts)
 
     @property
     def alive(self) -> bool:
@@ -147,3 +165,22 @@ class Link:
     def waits(self) -> bool:
         """It is held back, whatever it has to post."""
         return self.held or self.retarget is not None
+
+
+def hearts_of(targets: Sequence[bytes], regions: Sequence[RemoteAt], beats: Sequence[Beat]) -> list[Heart]:
+    """Check what a peer tells of itself.
+
+    Raises:
+        ValueError: It names a target that there is not, or none, or heartbeats carry rows.
+    """
+    if not targets:
+        raise ValueError("no targets; want every endpoint of the peer that this link writes to or hears")
+    for index, region in enumerate(regions):
+        if not 0 <= region[3] < len(targets):
+            raise ValueError(f"region {index} of the peer is reached through target {region[3]} of {len(targets)}")
+    for index, (target, _, _, immediate) in enumerate(beats):
+        if not 0 <= target < len(targets):
+            raise ValueError(f"heartbeats {index} go to target {target} of {len(targets)}")
+        if immediate & 0x3FFF:
+            raise ValueError(f"immediate {immediate:#x} of the heartbeats already carries rows")
+    return [Heart(targets[target], base, key, immediate) for target, base, key, immediate in beats]

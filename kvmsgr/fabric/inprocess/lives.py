@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 from kvmsgr._ext import native
 from kvmsgr._ext.native import LINK_CLOSED, LINK_FAILED, LINK_OPENED
-from kvmsgr.fabric.interface import FAILED_LEASE, LINK_HELD, PORT_CLOSED, PORT_FAILED, PORT_OPENED, Remote
+from kvmsgr.fabric.interface import FAILED_LEASE, LINK_HELD, PORT_CLOSED, PORT_FAILED, PORT_OPENED, RemoteAt
 
 from .air import Air, Owner, Region
-from .links import Link, Port
+from .links import Heart, Link, Port
 from .posting import Posting
 from .records import Records
 
@@ -22,16 +22,18 @@ class Lives:
     """Links and ports of one poller.
 
     Args:
-        shared: All links use one port; else each has its own.
+        num_nics: Network interfaces.
+        shared: All links of an interface use one port; else each has its own.
     """
 
     def __init__(
-        self, air: Air, owner: Owner, records: Records, posting: Posting, *, shared: bool, op_timeout_ns: int,
-        heartbeat_ns: int, lease_ns: int,
+        self, air: Air, owner: Owner, records: Records, posting: Posting, *, num_nics: int, shared: bool,
+        op_timeout_ns: int, heartbeat_ns: int, lease_ns: int,
     ) -> None:  # fmt: skip
         self.links: dict[int, Link] = {}
         self.ports: list[Port] = []
         self.held = False
+        self.num_nics = num_nics
         self._air = air
         self._owner = owner
         self._records = records
@@ -41,39 +43,45 @@ class Lives:
         self._heartbeat_ns = heartbeat_ns
         self._lease_ns = lease_ns
         self._num_ports = 0
-        self._current: Port | None = None  # where new links go, and old ones move to
+        self._current: dict[int, Port] = {}  # of each interface: where new links go, and old ones move to
         self._closing: list[Port] = []
-        self._heart = ctypes.create_string_buffer(b"kvmsgr", 8)
+        self._payload = ctypes.create_string_buffer(b"kvmsgr", 8)
 
     # Opening
 
     def open(self, link: Link) -> None:
         self.links[link.number] = link
-        port = self._current if self._shared else None
+        port = self._current.get(link.nic)
         keys = link.keys if port is None else link.keys[-1:]
         if port is None:
-            port = None if self._taken(keys) else self._open_port(link.keys[:-1])
-        if port is None or self._taken(link.keys[-1:]):
+            port = None if self._taken(link.nic, keys) else self._open_port(link.nic, link.keys[:-1])
+        if port is None or self._taken(link.nic, link.keys[-1:]):
             self.fail(link, ENOKEY, native.FAILED_REGISTER)
             return
         link.port = port
-        for each in self.ports if self._shared else [port]:
-            self._add_cell(each, link)
+        for each in self.ports:
+            if each is port or (self._shared and each.nic == link.nic):
+                self._add_cell(each, link)
         if self._shared:
-            self._current = port
+            self._current[link.nic] = port
         self._records.report(LINK_OPENED, link.number, 0)
 
-    def _taken(self, keys: Sequence[int]) -> bool:
-        ours = {key for port in self.ports for key in port.endpoint.regions}
+    def _taken(self, nic: int, keys: Sequence[int]) -> bool:
+        ours = {key for port in self.ports if port.nic == nic for key in port.endpoint.regions}
         return len(set(keys)) < len(keys) or not ours.isdisjoint(keys)
 
-    def _open_port(self, keys: Sequence[int]) -> Port:
-        self._num_ports += 1
-        sources = self._posting.sources
+    def _open_port(self, nic: int, keys: Sequence[int], number: int = 0) -> Port:
+        """Number 0: that of the other interfaces' current ports, or the next."""
+        number = number or next((port.number for port in self._current.values()), 0) or self._next_number()
+        sources = [source for source in self._posting.sources if nic in source.nics]
         regions = [Region(source.address, source.num_bytes, key) for source, key in zip(sources, keys, strict=True)]
-        port = Port(self._num_ports, self._air.open(self._owner, regions), tuple(keys))
+        port = Port(number, nic, self._air.open(self._owner, regions), tuple(keys))
         self.ports.append(port)
         return port
+
+    def _next_number(self) -> int:
+        self._num_ports += 1
+        return self._num_ports
 
     @staticmethod
     def _add_cell(port: Port, link: Link) -> None:
@@ -82,7 +90,7 @@ class Lives:
 
     def landing(self, link: Link) -> Port | None:
         """Where the peer of a link is to write to from now on, and may write to until that is closed."""
-        port = self._current if self._shared and link.port is not None else link.port
+        port = self._current.get(link.nic) if self._shared and link.port is not None else link.port
         if port is not None:
             link.told.add(port)
         return port
@@ -93,32 +101,36 @@ class Lives:
 
     # Moving
 
-    def rotate(self, keys: Sequence[int]) -> None:
-        if self._taken(keys):
+    def rotate(self, keys: Sequence[Sequence[int]]) -> None:
+        if any(self._taken(nic, its_keys) for nic, its_keys in enumerate(keys)):
             self._records.report(PORT_FAILED, 0, ENOKEY)
             return
-        port = self._current = self._open_port(keys)
+        number = self._next_number()
+        self._current = {nic: self._open_port(nic, its_keys, number) for nic, its_keys in enumerate(keys)}
         for link in self.links.values():
-            self._add_cell(port, link)
-        self._records.report(PORT_OPENED, port.number, 0)
+            self._add_cell(self._current[link.nic], link)
+        self._records.report(PORT_OPENED, number, 0)
 
-    def retarget(self, link: Link, address: bytes, regions: Sequence[Remote], beat: tuple[int, int, int]) -> None:
-        link.retarget = address, regions
-        link.beat = (address, *beat)
-        link.beat_due_ns = 0
+    @staticmethod
+    def retarget(link: Link, targets: Sequence[bytes], regions: Sequence[RemoteAt], hearts: Sequence[Heart]) -> None:
+        """A heart that beats where it was beats on there; then at the new place."""
+        link.retarget = targets, regions
+        for heart, new in zip(link.hearts, hearts, strict=True):
+            heart.address, heart.offset, heart.key, heart.immediate = new.address, new.offset, new.key, new.immediate
+            heart.due_ns = 0
 
     def go_on_moving(self) -> None:
         """A link moves when nothing of it is in flight."""
         for link in self.links.values():
             if link.retarget is not None and not link.num_flying:
-                (link.target, link.regions), link.retarget, link.held = link.retarget, None, True
+                (link.targets, link.regions), link.retarget, link.held = link.retarget, None, True
                 self._records.report(LINK_HELD, link.number, 0)
             if self._shared and not link.closing and not link.flying:
-                link.port = self._current if link.port is not None else None
+                link.port = self._current.get(link.nic) if link.port is not None else None
 
     def may_post(self, link: Link) -> bool:
         """Not while it is held, or has to move first; and only while its lease lasts, by a fresh clock."""
-        stays = not link.waits and (not self._shared or link.port is self._current)
+        stays = not link.waits and (not self._shared or link.port is self._current.get(link.nic))
         return stays and self.is_live(link)
 
     # Ending
@@ -161,14 +173,15 @@ class Lives:
     def _end_port(self, port: Port) -> None:
         self._closing.remove(port)
         self.ports.remove(port)
-        self._current = None if self._current is port else self._current
+        if self._current.get(port.nic) is port:
+            del self._current[port.nic]
         for link in list(self.links.values()):
             for flight in [flight for flight in link.flying if flight.source is port.endpoint]:
                 self._posting.retire(link, flight)
             link.told.discard(port)
             if link.closing and not link.told and (link.port is None or link.port.closed):
                 self._end(link)
-        if port.asked:
+        if port.asked and not any(other.number == port.number for other in self.ports):
             self._records.report(PORT_CLOSED, port.number, 0)
 
     def _end(self, link: Link) -> None:
@@ -189,8 +202,8 @@ class Lives:
         """When something is to be done even if nothing happens."""
         times = []
         for link in self.links.values():
-            if link.alive and link.beat is not None:
-                times += [] if link.beating else [link.beat_due_ns]
+            if link.alive:
+                times += [heart.due_ns for heart in link.hearts if not heart.beating]
                 times += [] if self.held else [link.heard_ns + self._lease_ns]
         return times
 
@@ -207,8 +220,7 @@ class Lives:
             self.links[number].heard_ns = self._records.clock()
 
     def is_live(self, link: Link) -> bool:
-        judged = link.alive and link.beat is not None and not self.held
-        if judged and self._records.clock() - link.heard_ns > self._lease_ns:
+        if link.alive and not self.held and self._records.clock() - link.heard_ns > self._lease_ns:
             self.fail(link, errno.ETIMEDOUT, FAILED_LEASE)
         return link.alive
 
@@ -219,11 +231,11 @@ class Lives:
     def beat(self, now_ns: int) -> bool:
         beaten = False
         for link in self.links.values():
-            due = link.beat is not None and not link.beating and now_ns >= link.beat_due_ns
-            if due and self.is_live(link):
-                link.beat_due_ns = now_ns + self._heartbeat_ns
-                self._posting.beat(link, ctypes.addressof(self._heart), now_ns)
-                beaten = True
+            for heart in link.hearts:
+                if not heart.beating and now_ns >= heart.due_ns and self.is_live(link):
+                    heart.due_ns = now_ns + self._heartbeat_ns
+                    self._posting.beat(link, heart, ctypes.addressof(self._payload), now_ns)
+                    beaten = True
         return beaten
 
     def check_timeouts(self, now_ns: int) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from kvmsgr.fabric.interface import PageUnits
 from kvmsgr_protocol.immediate import MAX_ROWS
+
+MAX_PAGE_BYTES, MAX_UNITS = 1 << 32, 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +42,8 @@ class Template:
 
     link: int
     runs: tuple[Run, ...]
-    src_page_bytes: int
-    dst_page_bytes: int
+    src_page: PageUnits
+    dst_page: PageUnits
     entries: tuple[Entry, ...]
     rooms: tuple[tuple[int, int], ...]
     row_bytes: int
@@ -70,16 +73,31 @@ def expand(
 
 
 def _placed(template: Template, pages: Iterable[Sequence[int]], edges: Iterable[Sequence[int]]) -> Iterator[Run]:
-    for index, (src_page, dst_page) in enumerate(pages):
-        if src_page < 0 or dst_page < 0:
-            raise ValueError(f"page pair {index} is ({src_page}, {dst_page}); pages count from 0")
+    for index, (src_unit, dst_unit) in enumerate(pages):
+        if src_unit < 0 or dst_unit < 0:
+            raise ValueError(f"page pair {index} is ({src_unit}, {dst_unit}); pages count from 0")
+        src, dst = _place(template.src_page, src_unit), _place(template.dst_page, dst_unit)
         for run in template.runs:
-            src = src_page * template.src_page_bytes + run.src
-            yield Run(src, dst_page * template.dst_page_bytes + run.dst, run.num_bytes, run.rows)
+            yield Run(src + run.src, dst + run.dst, run.num_bytes, run.rows)
     for index, edge in enumerate(edges):
         run = Run(*edge)
         check_run(run, f"edge {index}")
         yield run
+
+
+def _place(page: PageUnits, unit: int) -> int:
+    page_bytes, units, unit_bytes = page
+    return unit // units * page_bytes + unit % units * unit_bytes
+
+
+def check_page(page: PageUnits, side: str) -> None:
+    """Refuse sizes that are out of range."""
+    page_bytes, units, unit_bytes = page
+    if not (0 <= page_bytes <= MAX_PAGE_BYTES and 0 <= unit_bytes <= MAX_PAGE_BYTES and 1 <= units <= MAX_UNITS):
+        raise ValueError(
+            f"{side} pages of {page_bytes} bytes with {units} units of {unit_bytes} bytes: want at most 4 GiB each and "
+            f"1 to {MAX_UNITS} units"
+        )
 
 
 def check_run(run: Run, name: str) -> None:

@@ -10,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmsgr._ext.native import LayerCounter, StateFile
-from kvmsgr.fabric.interface import Order, Record, Remote
+from kvmsgr.fabric.interface import ORDER_FIELDS, Beat, PageUnits, Record, Remote, RemoteAt
 
-from .air import Air, Region
+from .air import Air, Source
 from .engine import Engine
-from .links import Link, Port, Transfer
-from .plan import Entry, Run, Template, check_run, expand
+from .links import Link, Port, Transfer, hearts_of
+from .plan import Entry, Run, Template, check_page, check_run, expand
 from .records import Records
 from .steps import Step, Stream
 
@@ -32,6 +32,7 @@ class InProcessPoller:
     Args:
         air: What it shares with its peers.
         state: What landed rows are counted in.
+        nics: Network interfaces: what they are called makes no difference.
         clock: Now, in nanoseconds.
     """
 
@@ -43,6 +44,7 @@ class InProcessPoller:
         air: Air,
         state: StateFile,
         *,
+        nics: Sequence[str | None] = (None,),
         clock: Callable[[], int] = time.monotonic_ns,
         cq_entries: int = 8192,
         max_write_bytes: int = 1 << 20,
@@ -52,6 +54,8 @@ class InProcessPoller:
         lease_ns: int = 2_000_000_000,
         shared_endpoint: bool = False,
     ) -> None:
+        if not nics:
+            raise ValueError("0 network interfaces: want at least 1")
         self.air = air
         self.closed = False
         self._state = state
@@ -60,6 +64,7 @@ class InProcessPoller:
             air,
             state,
             self._records,
+            num_nics=len(nics),
             cq_entries=cq_entries,
             link_bytes=link_bytes,
             op_timeout_ns=op_timeout_ns,
@@ -129,13 +134,17 @@ class InProcessPoller:
         with self.air.lock:
             self._check_not_started("the self-test comes before the first link or step")
 
-    def register(self, address: int, num_bytes: int, owner: object = None) -> int:
+    def register(self, address: int, num_bytes: int, owner: object = None, nics: Sequence[int] | None = None) -> int:
         with self.air.lock:
             self._check_not_started("regions are registered before the first link or step")
             sources = self._engine.posting.sources
             if num_bytes <= 0:
                 raise ValueError(f"region {len(sources)}: {num_bytes} bytes at {address:#x}")
-            sources.append(Region(address, num_bytes, 0))
+            every = range(self._engine.lives.num_nics)
+            chosen = frozenset(every if nics is None else nics)
+            if not chosen or not chosen <= set(every):
+                raise ValueError(f"network interfaces {sorted(chosen)} of {len(every)}")
+            sources.append(Source(address, num_bytes, chosen))
             self._owners.append(owner)
             return len(sources) - 1
 
@@ -153,15 +162,17 @@ class InProcessPoller:
 
     # Links
 
-    def open_link(self, keys: Sequence[int]) -> int:
+    def open_link(self, keys: Sequence[int], nic: int = 0) -> int:
         with self.air.lock:
             self._check_open()
-            num_regions = len(self._engine.posting.sources)
+            if not 0 <= nic < self._engine.lives.num_nics:
+                raise ValueError(f"interface {nic} of {self._engine.lives.num_nics}")
+            num_regions = self._num_regions(nic)
             if len(keys) != num_regions + 1:
                 raise ValueError(f"{len(keys)} keys for {num_regions} regions and a cell")
             self._started = True
             self._num_links += 1
-            link = self._links[self._num_links] = Link(self._num_links, tuple(keys))
+            link = self._links[self._num_links] = Link(self._num_links, nic, tuple(keys))
             self._engine.command(lambda: self._engine.lives.open(link))
             return link.number
 
@@ -180,10 +191,10 @@ class InProcessPoller:
     def connect_link(
         self,
         link: int,
-        address: bytes,
-        regions: Sequence[Remote],
+        targets: Sequence[bytes],
+        regions: Sequence[RemoteAt],
         window: int,
-        beat: tuple[int, int, int],
+        beats: Sequence[Beat],
     ) -> None:
         with self.air.lock:
             ours = self._opened(link)
@@ -191,9 +202,9 @@ class InProcessPoller:
                 raise RuntimeError(f"link {link} is connected already")
             if window < 1:
                 raise ValueError(f"a window of {window} operations; want at least 1")
+            ours.hearts = hearts_of(targets, regions, beats)
             ours.asked = True
-            ours.target, ours.regions, ours.window = address, list(regions), window
-            ours.beat = (address, *beat)
+            ours.targets, ours.regions, ours.window = list(targets), list(regions), window
             self._engine.command(lambda: self._engine.lives.connect(ours))
 
     def close_link(self, link: int, fence: bool = True) -> None:
@@ -205,13 +216,15 @@ class InProcessPoller:
 
     # Ports that all links share
 
-    def rotate(self, keys: Sequence[int]) -> None:
+    def rotate(self, keys: Sequence[Sequence[int]]) -> None:
         with self.air.lock:
             self._check_shared()
-            num_regions = len(self._engine.posting.sources)
-            if len(keys) != num_regions:
-                raise ValueError(f"{len(keys)} keys for {num_regions} regions")
-            self._engine.command(lambda: self._engine.lives.rotate(tuple(keys)))
+            if len(keys) != self._engine.lives.num_nics:
+                raise ValueError(f"{len(keys)} lists of keys for {self._engine.lives.num_nics} interfaces")
+            for nic, its_keys in enumerate(keys):
+                if len(its_keys) != self._num_regions(nic):
+                    raise ValueError(f"{len(its_keys)} keys for {self._num_regions(nic)} regions of interface {nic}")
+            self._engine.command(lambda: self._engine.lives.rotate(keys))
 
     def close_port(self, port: int = 0) -> None:
         with self.air.lock:
@@ -222,17 +235,26 @@ class InProcessPoller:
                 raise KeyError(f"port {port} is not open")
             self._engine.command(lambda: self._engine.lives.close_port(port))
 
-    def retarget_link(self, link: int, address: bytes, regions: Sequence[Remote], beat: tuple[int, int, int]) -> None:
+    def retarget_link(
+        self, link: int, targets: Sequence[bytes], regions: Sequence[RemoteAt], beats: Sequence[Beat]
+    ) -> None:
         with self.air.lock:
-            ours, new = self._find(link), list(regions)
-            if [region[:2] for region in new] != [region[:2] for region in ours.regions]:
+            ours, new, hearts = self._find(link), list(regions), hearts_of(targets, regions, beats)
+            if not ours.asked:
+                raise RuntimeError(f"link {link} is not connected: there is nothing to point elsewhere")
+            if len(targets) != len(ours.targets) or len(hearts) != len(ours.hearts):
+                raise ValueError(f"link {link}: {len(targets)} targets and {len(hearts)} heartbeats are not as before")
+            if [(*region[:2], region[3]) for region in new] != [(*region[:2], region[3]) for region in ours.regions]:
                 raise ValueError(f"link {link}: the peer's regions are {new}; only their keys may change")
-            self._engine.command(lambda: self._engine.lives.retarget(ours, address, new, beat))
+            self._engine.command(lambda: self._engine.lives.retarget(ours, list(targets), new, hearts))
 
     def resume_link(self, link: int) -> None:
         with self.air.lock:
             ours = self._find(link)
             self._engine.command(lambda: setattr(ours, "held", False))
+
+    def _num_regions(self, nic: int) -> int:
+        return sum(nic in source.nics for source in self._engine.posting.sources)
 
     def _check_shared(self) -> None:
         self._check_open()
@@ -245,8 +267,8 @@ class InProcessPoller:
         self,
         link: int,
         runs: npt.NDArray[np.uint64],
-        src_page_bytes: int,
-        dst_page_bytes: int,
+        src_page: PageUnits,
+        dst_page: PageUnits,
         entries: npt.NDArray[np.int64],
         row_bytes: int,
         item_bytes: int,
@@ -260,46 +282,65 @@ class InProcessPoller:
                 raise ValueError("a template needs entries, and they come by signal")
             if not 1 <= item_bytes <= row_bytes:
                 raise ValueError(f"row_bytes {row_bytes} and item_bytes {item_bytes}: want 1 <= item <= row")
+            check_page(src_page, "source")
+            check_page(dst_page, "destination")
             moved = tuple(Run(*run) for run in runs.tolist())
             for index, run in enumerate(moved):
                 check_run(run, f"run {index}")
             rooms = tuple(self._rooms(ours, index, entry) for index, entry in enumerate(listed))
             self._num_templates += 1
             self._templates[self._num_templates] = Template(
-                link, moved, src_page_bytes, dst_page_bytes, listed, rooms, row_bytes, item_bytes
+                link, moved, src_page, dst_page, listed, rooms, row_bytes, item_bytes
             )
             return self._num_templates
 
     def begin_step(
         self,
-        counter: int,
-        num_bumps: int,
-        transfers: Sequence[Order],
+        parts: Sequence[tuple[int, int]],
+        orders: npt.NDArray[np.int64],
         pages: npt.NDArray[np.int32],
-        page_starts: Sequence[int] | npt.NDArray[np.int64],
         edges: npt.NDArray[np.uint64],
-        edge_starts: Sequence[int] | npt.NDArray[np.int64],
         deadline_ns: int,
-    ) -> int:
+    ) -> list[int]:
         with self.air.lock:
             self._check_open()
             self._started = True
-            streams = self._engine.streams
-            if not 0 <= counter < len(streams) or not 0 <= num_bumps <= MAX_BUMPS:
-                raise ValueError(f"layer counter {counter} of {len(streams)}, {num_bumps} bumps")
-            armed = []
-            for index, order in enumerate(transfers):
-                its_pages = pages[page_starts[index] : page_starts[index + 1]].tolist()
-                its_edges = edges[edge_starts[index] : edge_starts[index + 1]].tolist()
+            streams = self._part_streams(parts)
+            if orders.shape[1:] != (len(ORDER_FIELDS),):
+                raise ValueError(f"orders has {len(ORDER_FIELDS)} columns")
+            transfers: list[list[Transfer]] = [[] for _ in parts]
+            for index, order in enumerate(orders.tolist()):
                 try:
-                    armed.append(self._transfer(order, num_bumps, its_pages, its_edges))
+                    transfer = self._transfer(order, parts, pages, edges)
                 except ValueError as error:
                     raise ValueError(f"transfer {index}: {error}") from None
-            ticket = streams[counter].claim()
+                transfers[order[0]].append(transfer)
+            tickets = [stream.next_ticket() for stream in streams]
             limit_ns = min(self._records.clock() + deadline_ns, LONGEST_NS)
-            step = Step(ticket, num_bumps, limit_ns, armed)
-            self._engine.command(lambda: streams[counter].arm(step))
-            return ticket
+            steps = [
+                Step(ticket, num_bumps, limit_ns, its)
+                for ticket, (_, num_bumps), its in zip(tickets, parts, transfers, strict=True)
+            ]
+
+            def arm() -> None:
+                for stream, step in zip(streams, steps, strict=True):
+                    stream.arm(step)
+
+            for stream in streams:
+                stream.claim()
+            self._engine.command(arm)
+            return tickets
+
+    def _part_streams(self, parts: Sequence[tuple[int, int]]) -> list[Stream]:
+        streams = self._engine.streams
+        if not parts:
+            raise ValueError("a step on 0 layer counters; want at least 1")
+        for index, (counter, num_bumps) in enumerate(parts):
+            if not 0 <= counter < len(streams) or not 0 <= num_bumps <= MAX_BUMPS:
+                raise ValueError(f"layer counter {counter} of {len(streams)}, {num_bumps} bumps")
+            if counter in [earlier for earlier, _ in parts[:index]]:
+                raise ValueError(f"layer counter {counter} has two parts of one step")
+        return [streams[counter] for counter, _ in parts]
 
     def abandon(self, counter: int, ticket: int) -> None:
         with self.air.lock:
@@ -314,17 +355,29 @@ class InProcessPoller:
             self._check_open()
             self._engine.command(lambda: self._engine.stop_tag(link, tag))
 
-    def _transfer(self, order: Order, num_bumps: int, pages: list[list[int]], edges: list[list[int]]) -> Transfer:
-        link, number, immediate, tag, ready = order
+    def _transfer(
+        self,
+        order: list[int],
+        parts: Sequence[tuple[int, int]],
+        pages: npt.NDArray[np.int32],
+        edges: npt.NDArray[np.uint64],
+    ) -> Transfer:
+        part, link, number, immediate, tag, ready, page_start, page_stop, edge_start, edge_stop = order
+        ranges = 0 <= page_start <= page_stop <= len(pages) and 0 <= edge_start <= edge_stop <= len(edges)
+        if not ranges or not all(0 <= value < 1 << 32 for value in order[:5]) or ready not in (0, 1):
+            raise ValueError(f"{order}: a number or a slice is out of range")
+        if part >= len(parts):
+            raise ValueError(f"part {part} of a step of {len(parts)}")
         template = self._templates.get(number)
         if template is None or template.link != link:
             raise ValueError(f"link {link} has no template {number}")
         if immediate & 0x3FFF:
             raise ValueError(f"immediate {immediate:#x} already carries rows")
-        last = template.entries[-1].signal
+        last, (_, num_bumps) = template.entries[-1].signal, parts[part]
         if not ready and last > num_bumps:
             raise ValueError(f"it waits for signal {last} of a step with {num_bumps} bumps")
-        writes = expand(template, pages, edges, self._max_write_bytes)
+        its_pages, its_edges = pages[page_start:page_stop].tolist(), edges[edge_start:edge_stop].tolist()
+        writes = expand(template, its_pages, its_edges, self._max_write_bytes)
         return Transfer(template, writes, immediate, tag, bool(ready))
 
     def _arrive(self, transfer: Transfer) -> None:
@@ -334,6 +387,11 @@ class InProcessPoller:
         sources = self._engine.posting.sources
         known = 0 <= entry.src_region < len(sources) and 0 <= entry.dst_region < len(link.regions)
         if known and 0 <= entry.signal <= MAX_BUMPS:
+            if link.nic not in sources[entry.src_region].nics:
+                raise ValueError(
+                    f"entry {index}: source region {entry.src_region} is not registered on the interface of link "
+                    f"{link.number}"
+                )
             src = sources[entry.src_region].num_bytes - entry.src_base
             dst = link.regions[entry.dst_region][1] - entry.dst_base
             if min(src, dst, entry.src_base, entry.dst_base) >= 0:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from kvmsgr._ext.native import FAILED_POST, SENT, STOPPED, StateFile
 
-from .air import Air, Flight, Region
+from .air import Air, Flight, Source
 from .faults import Faults
-from .links import Aside, Link, Operation, Transfer
+from .links import Aside, Heart, Link, Operation, Transfer
 from .plan import Entry, Run
 from .records import Records
 
@@ -40,7 +40,7 @@ class Posting:
         watch: Callable[[], bool],
     ) -> None:
         self.faults = Faults()
-        self.sources: list[Region] = []
+        self.sources: list[Source] = []
         self.trace: list[tuple[int, int, int, int]] | None = None
         self.trace_capacity = 0
         self._air = air
@@ -72,9 +72,9 @@ class Posting:
         operation = link.flying.pop(flight)
         link.flying_bytes -= operation.num_bytes
         link.again_since_ns = 0
-        if operation.transfer is None:
-            link.beating = False
-        else:
+        if operation.heart is not None:
+            operation.heart.beating = False
+        if operation.transfer is not None:
             operation.transfer.in_flight -= 1
             self._settle(operation.transfer)
 
@@ -110,7 +110,9 @@ class Posting:
         full = link.num_flying >= link.window or link.flying_bytes >= self._link_bytes
         if full or not (queue or due) or not lives.may_post(link):
             return False
-        if not self._air.has_room(link.target):
+        transfer = self._random.choice(queue) if due is None else due.transfer
+        entry = transfer.next_entry if due is None else due.entry
+        if not self._air.has_room(link.targets[link.regions[entry.dst_region][3]]):
             self._records.count("again")
             link.again_since_ns = link.again_since_ns or self._records.clock()
             return False
@@ -118,7 +120,6 @@ class Posting:
             link.aside.remove(due)
             due.transfer.num_aside -= 1
             return self._send(link, due.transfer, due.entry, due.write)
-        transfer = self._random.choice(queue)
         fault = self.faults.next()
         if fault == "fail":
             lives.fail(link, errno.EIO, FAILED_POST)
@@ -134,12 +135,12 @@ class Posting:
     def _send(self, link: Link, transfer: Transfer, entry: Entry, write: Run, fault: str = "") -> bool:
         assert link.port is not None
         memory = self.sources[entry.src_region].address + entry.src_base + write.src
-        base, _, key = link.regions[entry.dst_region]
+        base, _, key, target = link.regions[entry.dst_region]
         flight = Flight(
-            link.port.endpoint, link.target, key, base + entry.dst_base + write.dst, memory, write.num_bytes,
+            link.port.endpoint, link.targets[target], key, base + entry.dst_base + write.dst, memory, write.num_bytes,
             transfer.immediate | write.rows - 1,
         )  # fmt: skip
-        link.flying[flight] = Operation(link, transfer, write.num_bytes, self._records.clock())
+        link.flying[flight] = Operation(link, transfer, None, write.num_bytes, self._records.clock())
         link.flying_bytes += write.num_bytes
         link.again_since_ns = 0
         transfer.in_flight += 1
@@ -164,14 +165,13 @@ class Posting:
         if self.trace is not None and not transfer.write_index and len(self.trace) < self.trace_capacity:
             self.trace.append((transfer.tag, transfer.entry_index, transfer.bumps_seen, self._records.clock()))
 
-    def beat(self, link: Link, memory: int, now_ns: int) -> None:
-        """Write a heartbeat to the peer's cell, past the queue and the window. One is in flight at most."""
-        assert link.beat is not None
+    def beat(self, link: Link, heart: Heart, memory: int, now_ns: int) -> None:
+        """Write a heartbeat to a cell of the peer, past the queue and the window. One to each is in flight at most."""
         assert link.port is not None
-        address, offset, key, immediate = link.beat
-        flight = Flight(link.port.endpoint, address, key, offset, memory, 8, immediate, beats=True)
-        link.flying[flight] = Operation(link, None, 0, now_ns)
-        link.beating = True
+        to = heart.address, heart.key, heart.offset
+        flight = Flight(link.port.endpoint, *to, memory, 8, heart.immediate, beats=True)
+        link.flying[flight] = Operation(link, None, heart, 0, now_ns)
+        heart.beating = True
         self._records.count("beats_sent")
         self._air.send(flight)
 

@@ -59,8 +59,8 @@ class Stream:
         self._next_ticket = 1
         self._turns = [slot or counter.num_slots for slot in range(counter.num_slots)]
 
-    def claim(self) -> int:
-        """Take the next ticket.
+    def next_ticket(self) -> int:
+        """The one that `claim` takes.
 
         Raises:
             RingFullError: Its ring slot has not come back.
@@ -70,8 +70,10 @@ class Stream:
             raise RingFullError(
                 f"{len(self._turns)} steps of layer counter {self._index} are outstanding, one a ring slot"
             )
-        self._next_ticket += 1
         return ticket
+
+    def claim(self) -> None:
+        self._next_ticket += 1
 
     def arm(self, step: Step) -> None:
         for transfer in step.transfers:
