@@ -86,11 +86,11 @@ async def asked(source: Node, target: Node, number: int, rank: int | None = None
     return Halfway(source, target, number, rank, fetch, request, pages, source.draw_pages(NUM_POSITIONS))
 
 
-async def halfway(*requests: Halfway) -> kvmsgr.Step:
-    """Run a forward pass of these requests, up to the first layer."""
+async def halfway(*requests: Halfway, stop: int = NUM_POSITIONS) -> kvmsgr.Step:
+    """Run a forward pass of the positions of these requests below `stop`, up to the first layer."""
     for one in requests:
         one.request.accept(None if one.rank is None else [one.rank])
-    step = requests[0].source.lead.begin_step([one.chunk() for one in requests])
+    step = requests[0].source.lead.begin_step([one.chunk(0, stop) for one in requests])
     start(step)
     run_layer(step, 0, *requests)
     for one in requests:
@@ -195,12 +195,16 @@ async def test_a_rank_that_stops_computing_fails_its_own_requests() -> None:
     """Nobody has said that it is lost: the time allowed for the step runs out."""
     async with nodes(MLA, Sharding(3), layer_counters="rank", step_timeout_s=0.5) as (prefiller, decoder):
         stuck, other = [await asked(prefiller, decoder, number, number) for number in (1, 2)]
-        step = await halfway(stuck, other)
+        step = await halfway(stuck, other, stop=NUM_POSITIONS // 2)
         for layer in (1, 2):
             run_layer(step, layer, other, dead=[1])
         with pytest.raises(StepFaultError, match="rank 1: step 1 showed 1 of 3 layer signals when its time ran out"):
             await within(stuck.fetch)
         await within(stuck.fetch.released())
+        last = prefiller.lead.begin_step([other.chunk(NUM_POSITIONS // 2)])
+        start(last, dead=[1])
+        for layer in range(3):
+            run_layer(last, layer, other, dead=[1])
         await other.check_arrives()
         await check_clean(prefiller, decoder)
 
