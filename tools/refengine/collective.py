@@ -1,4 +1,4 @@
-"""How the ranks of a node add up their terms: shared memory, and a byte to each other rank that says "mine are written".
+"""How the ranks of a node add up: terms in shared memory, and a byte to each other rank that says "mine are written".
 
 A rank that dies closes its sockets, and all that wait for it are told at once.
 """
@@ -14,7 +14,19 @@ from torch import Tensor
 
 
 class RankLost(Exception):
-    """A rank did not come to a meeting. The message says which, and why."""
+    """A rank does not take part any more.
+
+    Args:
+        rank: Which.
+        why: What is known of it.
+    """
+
+    def __init__(self, rank: int, why: str) -> None:
+        super().__init__(rank, why)
+        self.rank, self.why = rank, why
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} is lost: {self.why}"
 
 
 class Collective:
@@ -30,7 +42,6 @@ class Collective:
     def __init__(self, rank: int, peers: Mapping[int, socket.socket], memory: Tensor, timeout_s: float) -> None:
         self._rank, self._peers, self._memory, self._timeout_s = rank, peers, memory, timeout_s
         self._num_meetings = 0
-        self._ranks = {peer.fileno(): number for number, peer in peers.items()}
 
     def exchange(self, terms: Tensor) -> Tensor:
         """Give our terms [own heads, rows, hidden] and get those of all heads, [heads, rows, hidden].
@@ -51,29 +62,33 @@ class Collective:
 
     def _meet(self) -> None:
         self._num_meetings += 1
-        for number, peer in self._peers.items():
-            try:
-                peer.send(b".")
-            except (BrokenPipeError, ConnectionResetError):
-                raise RankLost(f"rank {self._rank}: rank {number} has died") from None
-        missing = dict(self._ranks)
+        missing = {peer.fileno(): number for number, peer in self._peers.items()}
         poll = select.poll()
-        for descriptor in missing:
+        for descriptor, number in missing.items():
+            self._check(number, self._say(number))
             poll.register(descriptor, select.POLLIN)
         deadline = time.monotonic() + self._timeout_s
         while missing:
             ready = poll.poll(max(0.0, deadline - time.monotonic()) * 1e3)
-            if not ready:
-                late = ", ".join(f"rank {number}" for number in missing.values())
-                raise RankLost(f"rank {self._rank}: {late} did not come to meeting {self._num_meetings} "
-                    f"within {self._timeout_s:g} s")
             for descriptor, _ in ready:
-                number = missing.pop(descriptor)
                 poll.unregister(descriptor)
-                if not self._heard(number):
-                    raise RankLost(f"rank {self._rank}: rank {number} has died")
+                number = missing.pop(descriptor)
+                self._check(number, self._hear(number))
+            if not ready:
+                where = f"to meeting {self._num_meetings} within {self._timeout_s:g} s"
+                raise RankLost(min(missing.values()), f"of ranks {sorted(missing.values())} none came {where}")
 
-    def _heard(self, number: int) -> bool:
+    def _check(self, number: int, alive: bool) -> None:
+        if not alive:
+            raise RankLost(number, f"its process ended before meeting {self._num_meetings} with rank {self._rank}")
+
+    def _say(self, number: int) -> bool:
+        try:
+            return bool(self._peers[number].send(b"."))
+        except (BrokenPipeError, ConnectionResetError):
+            return False
+
+    def _hear(self, number: int) -> bool:
         try:
             return bool(self._peers[number].recv(1))
         except ConnectionResetError:

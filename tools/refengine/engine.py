@@ -47,9 +47,11 @@ class Ranks(Protocol):
 class OnlyRank:
     """The one rank of a node that is not sharded: it runs in this process."""
 
-    def __init__(self, shard: Shard) -> None:
-        self._shard = shard
-        self.caches = shard.caches
+    def __init__(self, checkpoint: Checkpoint, spec: CacheSpec, num_pages: Sequence[int]) -> None:
+        self.caches = [
+            PagedCache(checkpoint.config, spec, group, num) for group, num in zip(spec.groups, num_pages, strict=True)
+        ]
+        self._shard = Shard(checkpoint, spec, 0, self.caches)
 
     def forward(self, batches: Sequence[Batch], signals: Sequence[Signal], pauses: Pauses) -> Tensor:
         def after_layer(layer: int) -> None:
@@ -193,7 +195,4 @@ def page_table(held: Sequence[Holding], key_start: int, num_tokens: int) -> Tens
 
 def local_engine(checkpoint: Checkpoint, spec: CacheSpec, num_pages: Sequence[int], seed: int) -> Engine:
     """An engine whose only rank runs in this process."""
-    caches = [
-        PagedCache(checkpoint.config, spec, group, num) for group, num in zip(spec.groups, num_pages, strict=True)
-    ]
-    return Engine(checkpoint, spec, num_pages, OnlyRank(Shard(checkpoint, spec, 0, caches)), seed)
+    return Engine(checkpoint, spec, num_pages, OnlyRank(checkpoint, spec, num_pages), seed)

@@ -59,6 +59,37 @@ class CacheSpec:
         return slice(rank * share, (rank + 1) * share)
 
 
+@dataclass(frozen=True, kw_only=True)
+class NodeOptions:
+    """One side of a transfer: an engine and its messenger.
+
+    Attributes:
+        name: In logs.
+        model: One of `models.NAMES`.
+        spec, num_pages: Its cache, and the pages of each group.
+        num_requests: Most that are alive at once: each has a context slot, and one token of a decode step.
+        step_tokens: Tokens a prefill step computes at most.
+        seed: Shuffles the order of pages.
+        fabric: As in `kvmsgr.Config`.
+        num_interfaces: Network interfaces of each rank.
+        every_rank_bumps: Whether each rank has its layer counter; else rank 0 bumps for all. That is right here: every
+            rank stores keys and values before the exchange that precedes the bump.
+        hold_s: A step may stand still that long; no time runs out meanwhile.
+    """
+
+    name: str
+    model: str
+    spec: CacheSpec
+    num_pages: tuple[int, ...]
+    num_requests: int
+    step_tokens: int
+    seed: int = 0
+    fabric: str = "auto"
+    num_interfaces: int = 1
+    every_rank_bumps: bool = False
+    hold_s: float = 0.0
+
+
 def check_ranks(config: ModelConfig, num_ranks: int) -> None:
     """Raises ValueError where the heads cannot be divided evenly."""
     if config.num_kv_heads % num_ranks:
