@@ -55,7 +55,7 @@ class PagedCache:
         self.tensor.fill_(torch.nan)
         if spec.latent:
             self.dims = LATENT_DIMS
-            rows = self.tensor.unflatten(-1, (num_heads, 2, config.head_dim)).permute(0, 1, 2, 4, 3, 5)
+            rows = self.tensor.view(*shape[:3], num_heads, 2, config.head_dim).transpose(3, 4)
         else:
             self.dims = DIMS[spec.layout]
             rows = self.tensor.permute((0, 1, 4, 2, 3, 5) if spec.layout == "hnd" else (0, 1, 3, 2, 4, 5))

@@ -55,7 +55,7 @@ class Collective:
         num_elements = terms[0].numel()
         if num_elements > self._memory.shape[2]:
             raise ValueError(f"{num_elements} elements a head are too many; there is room for {self._memory.shape[2]}")
-        place = self._memory[self._num_meetings % 2, :, :num_elements].unflatten(1, shape)
+        place = self._memory[self._num_meetings % 2, :, :num_elements].view(-1, *shape)
         place[self._rank * num_own : (self._rank + 1) * num_own] = terms
         self._meet()
         return place

@@ -126,11 +126,13 @@ def convert(gguf: Path) -> dict[str, Any]:
 
         def rows(part: str, block: str = f"blk.{layer}") -> Tensor:
             """The weight, its outputs cut: [kv_heads, outputs of one, in]."""
-            return raw[f"{block}.{part}.weight"].unflatten(0, (config.num_kv_heads, -1))
+            weight = raw[f"{block}.{part}.weight"]
+            return weight.view(config.num_kv_heads, -1, weight.shape[1])
 
         def columns(part: str, block: str = f"blk.{layer}") -> Tensor:
             """The weight, its inputs cut: [kv_heads, out, inputs of one]."""
-            return raw[f"{block}.{part}.weight"].unflatten(1, (config.num_kv_heads, -1)).transpose(0, 1).contiguous()
+            weight = raw[f"{block}.{part}.weight"]
+            return weight.view(len(weight), config.num_kv_heads, -1).transpose(0, 1).contiguous()
 
         weights[f"{layer}.attention_norm"] = raw[f"blk.{layer}.attn_norm.weight"]
         weights[f"{layer}.query"] = rows("attn_q").contiguous()

@@ -44,6 +44,7 @@ QUICK_CELLS = (
     "--prefill-tp 8 --decode-tp 2",
 )
 NUM_PROMPTS = 2
+MAX_TOKENS = 330  # of a prompt
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -69,7 +70,7 @@ class Matrix:
 
     def __init__(self, checkpoint: Checkpoint, common: Sequence[str]) -> None:
         self._checkpoint, self._common = checkpoint, common
-        self._prompts = [checkpoint.encode_chat(text) for text in texts.built_in(NUM_PROMPTS)]
+        self._prompts = [checkpoint.encode_chat(text)[:MAX_TOKENS] for text in texts.built_in(NUM_PROMPTS)]
         self._expected: dict[int, list[Answer]] = {}
 
     def run(self, cell: str) -> bool:

@@ -120,25 +120,25 @@ class Shard:
         """Store the layer's keys and values, then attend to them: [own heads, rows, share * head_dim]."""
         group, index = self._places[layer]
         cache, dim = self.caches[group], self._config.head_dim
-        keys, values = by_head(normed, self._weights[f"{layer}.kv"][cache.heads]).split(dim, -1)
+        keys, values = by_head(normed, self._weights[f"{layer}.kv"][cache.heads]).chunk(2, -1)
         cache.write(index, rows.pages[group], rows.offsets[group], self._rotate(keys, rows), values)
         query = by_head(normed, self._weights[f"{layer}.query"][self._heads])
-        query = self._rotate(query, rows).unflatten(-1, (-1, dim))  # [head, row, share, dim]
+        query = self._rotate(query, rows).view(*query.shape[:2], -1, dim)  # [head, row, share, dim]
         attended = [
             attend(
-                own.unflatten(1, batch.tokens.shape),
+                own.view(len(own), *batch.tokens.shape, *own.shape[2:]),
                 batch.positions,
                 *cache.read(index, batch.tables[group]),
                 key_start=batch.key_starts[group],
                 window=cache.group.window,
             )
-            for own, batch in zip(query.split(rows.sizes, 1), batches, strict=True)
+            for own, batch in zip(torch.split(query, rows.sizes, 1), batches, strict=True)
         ]
         return torch.cat(attended, 1)
 
     def _rotate(self, x: Tensor, rows: Rows) -> Tensor:
         """Rotary embedding of x [heads, rows, several * head_dim]."""
-        return rotate(x.unflatten(-1, (-1, self._config.head_dim)), rows.cosine, rows.sine).flatten(-2)
+        return rotate(x.view(*x.shape[:2], -1, self._config.head_dim), rows.cosine, rows.sine).flatten(-2)
 
 
 @torch.no_grad()

@@ -35,7 +35,7 @@ def load(name: str) -> Checkpoint:
 
 
 def random_checkpoint(name: str, config: ModelConfig, tokenizer: Tokenizer, seed: int = 0) -> Checkpoint:
-    """Seeded weights, scaled so that activations stay near one; the same in every process."""
+    """Seeded weights, the same in every process. Embeddings are small beside what layers add, so that answers vary."""
     generator = torch.Generator().manual_seed(seed)
     heads, share = config.num_kv_heads, config.num_heads // config.num_kv_heads
     piece = config.intermediate // heads
@@ -43,7 +43,7 @@ def random_checkpoint(name: str, config: ModelConfig, tokenizer: Tokenizer, seed
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator) / math.sqrt(shape[-1])
 
-    weights = {"embedding": random(config.vocab, config.hidden) * 4, "norm": torch.ones(config.hidden)}
+    weights = {"embedding": random(config.vocab, config.hidden), "norm": torch.ones(config.hidden)}
     for layer in range(config.num_layers):
         weights[f"{layer}.attention_norm"] = weights[f"{layer}.mlp_norm"] = torch.ones(config.hidden)
         weights[f"{layer}.query"] = random(heads, share * config.head_dim, config.hidden)

@@ -61,7 +61,7 @@ async def open_messenger(
     ranks: Sequence[kvmsgr.Rank],
     fabric: str = "auto",
     *,
-    counters: SharedCounters | None = None,
+    counters: SharedCounters | tuple[()] = (),
     hold_s: float = 0.0,
 ) -> kvmsgr.Messenger:
     """Open a Messenger that moves the pages of an engine's ranks and, a request, one hidden state.
@@ -71,15 +71,14 @@ async def open_messenger(
         checkpoint: The fingerprint of its weights is announced to peers.
         ranks: In order.
         fabric: As in `kvmsgr.Config`.
-        counters: Layer counters that worker processes bump, one for all ranks or one a rank; None: this process bumps.
+        counters: Layer counters that worker processes bump, one for all ranks or one a rank; empty: this process bumps.
         hold_s: A step may stand still that long; no time runs out meanwhile.
     """
-    every_rank = counters is not None and len(counters) > 1
     config = kvmsgr.Config(
         name=name,
         fabric=fabric,
         model=f"{checkpoint.name}@{checkpoint.fingerprint}",
-        layer_counters="rank" if every_rank else "lead",
+        layer_counters="rank" if len(counters) > 1 else "lead",
         stall_s=STALL_S,
         time_allowed_s=TIME_ALLOWED_S + hold_s,
         step_timeout_s=STEP_TIMEOUT_S + hold_s,

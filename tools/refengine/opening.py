@@ -32,7 +32,7 @@ async def open_node(options: NodeOptions) -> AsyncIterator[Node]:
     """Open an engine and its messenger; leaving the block closes both."""
     checkpoint, spec, num_pages = load(options.model), options.spec, options.num_pages
     workers: WorkerGroup | None = None
-    counters: SharedCounters | None = None
+    counters: SharedCounters | tuple[()] = ()
     async with AsyncExitStack() as stack:
         if spec.num_ranks == 1:
             local = OnlyRank(checkpoint, spec, num_pages)

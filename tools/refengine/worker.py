@@ -150,20 +150,22 @@ def serve(
     collective = Collective(rank, peers, terms.view(2, config.num_kv_heads, -1), rank_timeout_s(options))
     shard = Shard(checkpoint, spec, rank, caches)
 
-    def after_layer(layer: int) -> None:
-        if rank == 0 and layer in message.pauses:
-            pipe.send_bytes(pickle.dumps(Paused(layer)))
-            pipe.recv_bytes()  # GoOn
-        if counter and message.signalled:
-            counter.bump()
+    def forward(command: Forward) -> Tensor:
+        def after_layer(layer: int) -> None:
+            if rank == 0 and layer in command.pauses:
+                pipe.send_bytes(pickle.dumps(Paused(layer)))
+                pipe.recv_bytes()  # GoOn
+            if counter and command.signalled:
+                counter.bump()
+
+        return shard.forward(command.batches, collective.exchange, after_layer)
 
     while True:
-        message: Forward | Poison = pickle.loads(pipe.recv_bytes())
-        done = Done(None)
-        match message:
+        command: Forward | Poison = pickle.loads(pipe.recv_bytes())
+        hidden: Tensor | None = None
+        match command:
             case Forward():
-                computed = shard.forward(message.batches, collective.exchange, after_layer)
-                done = Done(computed if rank == 0 else None)
-            case Poison():
-                caches[message.group].poison(message.pages)
-        pipe.send_bytes(pickle.dumps(done))
+                hidden = forward(command)
+            case Poison(group, pages):
+                caches[group].poison(pages)
+        pipe.send_bytes(pickle.dumps(Done(hidden if rank == 0 else None)))

@@ -50,8 +50,9 @@ class WorkerRanks:
             ours, theirs = context.Pipe()
             process = context.Process(target=work, args=(options, rank, theirs, peers, shared), daemon=True)
             process.start()
-            for inherited in (theirs, *peers.values()):
-                inherited.close()  # else nobody would see the worker's end
+            theirs.close()  # these are the worker's: else nobody would see its end
+            for peer in peers.values():
+                peer.close()
             self._processes.append(process)
             self._pipes.append(ours)
 
