@@ -35,7 +35,10 @@ class ThreadRanks:
     def forward(self, batches: Sequence[Batch], signals: Sequence[Signal], pauses: Pauses) -> Tensor:
         def run(rank: int) -> Tensor:
             torch.set_num_threads(1)
-            return self._shards[rank].forward(batches, self._collectives[rank].exchange, lambda layer: None)
+            bumped = signals if rank == 0 else []  # rank 0 speaks for all
+            return self._shards[rank].forward(
+                batches, self._collectives[rank].exchange, lambda layer: [own.bump() for own in bumped] and None
+            )
 
         with ThreadPoolExecutor(len(self._shards)) as pool:
             found = list(pool.map(run, range(len(self._shards))))

@@ -164,6 +164,19 @@ def test_layers_are_signalled_when_their_kv_is_final() -> None:
     assert (recorder.started, len(recorder.seen), paused) == (True, tiny.CONFIG.num_layers, [1])
 
 
+def test_rank_0_signals_a_layer_when_it_is_final_on_every_rank() -> None:
+    engine, ranks = in_threads.engine(tiny.spec(num_ranks=4))
+    held = engine.allocate(16)
+    assert held is not None
+    recorders = [Recorder(caches[0].tensor) for caches in ranks.caches]
+    with closing(ranks):
+        engine.prefill([Piece(Job("signals", [5] * 20, held), 0, 16)], recorders)
+    for recorder, caches in zip(recorders, ranks.caches, strict=True):
+        assert len(recorder.seen) == tiny.CONFIG.num_layers
+        for layer, seen in enumerate(recorder.seen):
+            assert torch.equal(seen[: layer + 1].nan_to_num(9), caches[0].tensor[: layer + 1].nan_to_num(9))
+
+
 def test_heads_that_cannot_be_divided_are_refused() -> None:
     check_ranks(RANDOM8, 8)
     with pytest.raises(ValueError, match="8 KV heads cannot be divided evenly over 3 ranks"):

@@ -37,7 +37,6 @@ REFERENCE_STEP_TOKENS = 1024  # the reference computes each prompt by itself, in
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo; returns its exit code."""
     options = parse(arguments, about=__doc__)
-    end_in_order(2 * options.time_limit + options.hold)  # should even the time limit be stuck
     if options.json and not os.access(options.json.parent, os.W_OK):
         print(f"tools/demo: cannot write {options.json}: no such folder, or not writable", file=sys.stderr)
         return 2
@@ -50,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         print(f"tools/demo: {error}", file=sys.stderr)
         return 2
+    end_in_order(2 * options.time_limit + options.hold)  # should even the time limit be stuck
     log_folder = None if options.verbose else Path(tempfile.mkdtemp(prefix="kvmsgr-demo-"))
     keep_logs = False
     try:

@@ -140,8 +140,8 @@ def serve(
     ]
     context = []
     if rank == 0:  # all ranks have the same hidden states; one of them is enough
-        hidden = shared(options.num_requests * config.hidden).fill_(torch.nan).view(options.num_requests, config.hidden)
-        context.append(kvmsgr.ContextBuffer("hidden", hidden))
+        states = shared(options.num_requests * config.hidden).fill_(torch.nan)
+        context.append(kvmsgr.ContextBuffer("hidden", states.view(options.num_requests, config.hidden)))
 
     link = until_the_end.enter_context(WorkerLink.join(address, rank, timeout_s=JOIN_TIMEOUT_S))
     groups, interfaces = describe(config, spec, caches), (None,) * options.num_interfaces
