@@ -1,4 +1,4 @@
-"""Whole messengers between two shardings, over the fabric inside one process: every byte, for every kind of mismatch."""
+"""Whole messengers between two shardings, over the fabric inside one process: every byte, every kind of mismatch."""
 
 from __future__ import annotations
 
