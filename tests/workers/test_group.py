@@ -156,16 +156,12 @@ import msgspec
 from kvmsgr.device.handover import describe_rank
 from kvmsgr.device.cache import Rank
 from kvmsgr.device.worker_messages import *
-from kvmsgr.device.worker_messages import send, received, ANSWERS
+from kvmsgr.device.worker_messages import send
 
 def ours(num_bytes=1 << 16, kind="host"):
     rank = Rank(kvmsgr.Cache([kvmsgr.CacheGroup.from_tensors([kv], DIMS)]))
     message = describe_rank(rank, [memory])
     return msgspec.structs.replace(message, memories=(OfferedMemory(kind, num_bytes),))
-
-def answer():
-    with received(link._link, ANSWERS) as (said, _):
-        return said.why
 """
     async with children(1) as (worker,):
         await worker(helpers)
@@ -175,7 +171,9 @@ def answer():
         with pytest.raises(WorkerRefusedError, match=why) as raised:
             await within(listening)
         assert raised.value.rank == 0
-        assert await worker("answer()") == raised.value.why
+        with pytest.raises(ChildError) as told:  # what the lead said before it ended the link is not missed
+            await worker("publish(link)")
+        assert (told.value.kind, told.value.text) == ("WorkerRefusedError", str(raised.value))
 
 
 @pytest.mark.slow

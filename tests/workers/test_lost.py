@@ -29,6 +29,10 @@ ENDS: dict[str, tuple[End, str]] = {
     "exits": (lambda child: child.say("os._exit(0)"), "its process has exited with status 0"),
     "fails": (lambda child: child.say("os._exit(3)"), "its process has exited with status 3"),
     "closes": (lambda child: child.say("link.close()"), "it has closed its link, and its process runs on"),
+    "publishes twice": (
+        lambda child: child.say("link._published = False; publish(link)"),
+        "it was turned away: it published memory a second time",
+    ),
     "babbles": (lambda child: child.say("link._link.send(b'x')"), "it was turned away: a packet of 1 bytes holds no"),
 }
 
