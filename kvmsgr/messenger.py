@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 log = structlog.get_logger("kvmsgr")
+MAX_COUNTERS = 64  # that a polling thread watches
 
 
 def _close_unwanted(opening: asyncio.Future[Fabric]) -> None:
@@ -91,9 +92,11 @@ class Messenger:
             AddressError: The control socket cannot be listened on.
         """
         memory, address = _describe(config, cache, context, ranks), parse(config.listen)
-        counters = list(counters) or [LayerCounter() for _ in memory.num_signals]
-        if len(counters) % len(memory.num_signals):
-            raise ConfigError(f"{len(counters)} layer counters are given; each stream needs {len(memory.num_signals)}")
+        num_counters = config.num_streams * len(memory.num_signals)
+        counters = list(counters) or [LayerCounter() for _ in range(num_counters)]
+        if not len(counters) == num_counters <= MAX_COUNTERS:
+            needed = f"{config.num_streams} streams with layer_counters {config.layer_counters!r} need {num_counters}"
+            raise ConfigError(f"{len(counters)} layer counters are given; {needed}, and {MAX_COUNTERS} is the most")
         host = address.host if isinstance(address, Tcp) else "127.0.0.1"
         incarnation = secrets.token_hex(16)
         settings = FabricSettings(
