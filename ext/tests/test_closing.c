@@ -115,7 +115,7 @@ static void test_a_link_ends_when_the_queue_has_been_read_to_its_end(void)
     close_rest();
 }
 
-/* On shm our connection request may be in the queue of an endpoint that has taken nothing yet, whoever else was heard. */
+/* On shm our connection request may be in the queue of an endpoint that has taken nothing yet, whoever was heard. */
 static void test_an_endpoint_that_has_taken_nothing_gets_time_to(void)
 {
     open_closable(false);
@@ -190,7 +190,8 @@ static void test_a_port_is_over_when_it_is_so_on_every_interface(void)
 {
     open_closable(true);
     struct kv_nic other = {0};
-    struct kv_domain busy = {.fabric = &other.fabric, .cq = &toy_cq, .num_ports = 1};   /* whose queue nobody reads for now */
+    /* Nobody reads its queue for now. */
+    struct kv_domain busy = {.fabric = &other.fabric, .cq = &toy_cq, .num_ports = 1};
     struct kv_port *o = kv_port_new(&other, NULL);
     CHECK(o);
     o->domain = &busy;

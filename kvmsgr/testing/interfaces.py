@@ -37,7 +37,7 @@ from .side import (
 
 ALL_ROWS = NUM_PAGES * ROWS_A_PAGE
 FIRST_PORT = 1
-HEARTBEAT_NS = 50_000_000
+HEARTBEAT_NS, LEASE_BEATS = 50_000_000, 25
 NICS = [(2, 2), (1, 2), (2, 1), (3, 2)]
 WIDE = pytest.mark.parametrize("nics", NICS, ids=["2:2", "1:2", "2:1", "3:2"])
 
@@ -217,11 +217,11 @@ class Interfaces:
     ) -> None:
         """Over shm the target is another process: in one process heartbeats need no operation."""
         with Pair(
-            fabric, nics=nics, closes_under_traffic=True, heartbeat_ns=HEARTBEAT_NS, lease_ns=30 * HEARTBEAT_NS
+            fabric, nics=nics, closes_under_traffic=True, heartbeat_ns=HEARTBEAT_NS, lease_ns=LEASE_BEATS * HEARTBEAT_NS
         ) as pair:
             sides = {"source": (pair.source, pair.links), "target": (pair.target, pair.target_links)}
             for side, links in sides.values():
-                side.wait_stat("beats_heard", 6 * len(links))
+                side.wait_stat("beats_heard", (LEASE_BEATS + 5) * len(links))
                 assert not side.seen(records.LINK_FAILED)
             held, _ = sides.pop(silent)
             held.hold(True)

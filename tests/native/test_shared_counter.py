@@ -70,6 +70,9 @@ def test_a_worker_that_scribbles_over_it_harms_nobody_else(memory: tuple[int, mm
         for value in (0, 255):
             mapped[:] = bytes([value]) * len(mapped)
             pair.arm([(index, NUM_LAYERS)], order, [(0, 0)])
+            rounds = pair.source.poller.stats()["rounds"]
+            while pair.source.poller.stats()["rounds"] < rounds + 50:
+                pass
         pair.expect(1)
         pair.run_step(pair.begin([(1, 1)]))
         pair.target.wait(native.REACHED)
