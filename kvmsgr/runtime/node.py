@@ -210,10 +210,24 @@ class Node:
         if rank in self.lost_ranks:
             return
         log.error("rank lost", rank=rank, why=why)
-        self.lost_ranks[rank] = why
+        with self.lock:
+            self.lost_ranks[rank] = why
+            over = self._drop_parts(rank)
+        for step in over:
+            step.over()
         failure = self.rank_failure(rank)
         self.outbox.rank_lost(rank, failure)
         self.inbox.rank_lost(rank, failure)
+
+    def _drop_parts(self, rank: int) -> list[Step]:
+        """Nobody bumps the layer counter of a lost rank any more, and nothing waits for it. Returns the steps that are
+        over now. Under the lock."""
+        over = []
+        for step in dict.fromkeys(self.steps.values()) if len(self.memory.num_signals) > 1 else ():
+            step.forget(rank)
+            if not step.running:
+                over.append(step)
+        return over
 
     def rank_failure(self, rank: int) -> Failure:
         """Why what needs a lost rank fails."""
@@ -289,13 +303,15 @@ class Node:
             step = self.steps.pop((counter, ticket), None)
             if step is None:
                 return
-            step.forget()
+            over = not step.running
         detail = records.step_fault(ticket, extra, step.num_bumps_of(counter))
         if len(step.signals) > 1:
             detail = f"rank {step.part_of(counter)}: {detail}"
         say = log.info if all(chunk.request.ended for chunk in step.chunks) else log.error
         say("step failed", counter=counter, ticket=ticket, detail=detail)
-        step.fail(detail)
+        step.fail(detail, step.part_of(counter))
+        if over:
+            step.over()
 
     _handlers: ClassVar[dict[int, Callable[[Node, int, int, int], None]]] = {
         records.REACHED: lambda node, *values: node.outbox.reached(*values),

@@ -209,8 +209,8 @@ class PrefillRequest:
     def _finished(self, rows: int, late: bool = False) -> None:
         """All rows can have landed only if all were posted. The poller counts a write when it is on its way already, so
         it may be a moment behind the decoder."""
-        if late and self._machine.state is core.ServeState.ended:
-            return  # the peer went away in the meantime
+        if self._machine.state is core.ServeState.ended:
+            return  # its peer was lost while we waited for our own count
         expected, posted = self.dispatch.expected_rows, self.node.fabric.state.leg_rows_posted(self.tag)
         if self.ended or rows == expected == posted:
             self._feed(core.DecoderFinished())

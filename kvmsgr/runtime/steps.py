@@ -102,6 +102,8 @@ class Step:
         self.signals = [Signal(node.counters[counter], 0) for counter in self.counters]
         self.signals_context = any(chunk.last and chunk.request.wants_context for chunk in waits)
         self._num_bumps = [num + self.signals_context if waits else 0 for num in num_signals]
+        for rank in node.lost_ranks if len(num_signals) > 1 else ():
+            self._num_bumps[rank] = 0  # the native layer is done with that part at once
         self._node = node
         self._marks = [_Mark(chunk) for chunk in waits]
 
@@ -166,11 +168,12 @@ class Step:
         """(counter, ticket) of each counter on which it is not over."""
         return [key for key in zip(self.counters, self.tickets, strict=True) if self._node.steps.get(key) is self]
 
-    def forget(self) -> None:
-        """Take it off its counters: what it has not released it never will."""
+    def forget(self, part: int | None = None) -> None:
+        """Take it off one of its counters, or all: what it has not released there it never will."""
         for counter, ticket in self.running:
-            del self._node.steps[counter, ticket]
-            self._node.fabric.poller.abandon(counter, ticket)
+            if part in (None, self.part_of(counter)):
+                del self._node.steps[counter, ticket]
+                self._node.fabric.poller.abandon(counter, ticket)
 
     def abandon(self) -> None:
         """The forward will not run: nothing of this step is sent, and its chunks may be announced again.
@@ -199,14 +202,13 @@ class Step:
             seen = ", ".join(f"{signal.num_bumps} of {num}" for signal, num in shown)
             detail = f"step {self.ticket} was abandoned after {seen} layer signals"
             node.loop.call_soon_threadsafe(self.fail, detail)
-        else:
-            node.loop.call_soon_threadsafe(self.over)
+        node.loop.call_soon_threadsafe(self.over)
 
-    def fail(self, detail: str) -> None:
-        """Fail the requests whose chunks it computes."""
+    def fail(self, detail: str, part: int | None = None) -> None:
+        """Fail the requests whose chunks it computes; `part`: only those of the ranks that bump this counter."""
         for chunk in self.chunks:
-            chunk.request.failed(Reason.step_fault, detail)
-        self.over()
+            if part is None or len(self.signals) == 1 or part in chunk.request.ranks:
+                chunk.request.failed(Reason.step_fault, detail)
 
     def over(self) -> None:
         """The forward computes nothing more."""
@@ -298,7 +300,7 @@ def _advance(node: Node, chunk: Chunk, batch: _Batch) -> None:
             f"starts at {request.next_position} and stops at {request.num_positions} at the latest"
         )
     request.next_position = chunk.stop
-    if request.ended or not request.peer.open_links:
+    if request.ended or not request.peer.open_links or not node.lost_ranks.keys().isdisjoint(request.ranks):
         return  # the engine runs the chunk with the others; nothing of it is wanted any more
     for span in chunk.spans:
         request.delivery.add_source(span)

@@ -135,10 +135,11 @@ class Child:
 
 
 class Cluster:
-    """Messengers of one test, all with the same settings."""
+    """Messengers of one test, all with the same settings, each with so many ranks and network interfaces a rank."""
 
-    def __init__(self, folder: Path, **config: object) -> None:
+    def __init__(self, folder: Path, ranks: int = 1, interfaces: int = 1, **config: object) -> None:
         self._folder, self._config = folder, config
+        self._shape = {"ranks": ranks, "interfaces": interfaces}
         self.children: list[Child] = []
 
     async def start(self, role: str, name: str) -> Child:
@@ -157,7 +158,8 @@ class Cluster:
 
     async def open(self, child: Child, **config: object) -> Child:
         config = {"name": child.name, "model": "lost", **self._config, **config}
-        opened = await child.ask("open", "open", number=self.children.index(child) + 1, config=config)
+        number = self.children.index(child) + 1
+        opened = await child.ask("open", "open", number=number, config=config, **self._shape)
         child.descriptor = opened["descriptor"]
         return child
 
@@ -186,9 +188,9 @@ class Cluster:
 
 
 @asynccontextmanager
-async def cluster(folder: Path, **config: object) -> AsyncIterator[Cluster]:
+async def cluster(folder: Path, ranks: int = 1, interfaces: int = 1, **config: object) -> AsyncIterator[Cluster]:
     """Processes that end with the test. Their logs are shown when it fails."""
-    made = Cluster(folder, **config)
+    made = Cluster(folder, ranks, interfaces, **config)
     try:
         yield made
     except BaseException:

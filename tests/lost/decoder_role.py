@@ -8,7 +8,7 @@ import random
 from kvmsgr import Descriptor, Span
 from kvmsgr.errors import KvmsgrError, TransferError
 
-from .cache import DESTINATION_OWNER, PAGE_TOKENS, SOURCE_OWNER, num_rows
+from .cache import DESTINATION_OWNER, PAGE_TOKENS, SOURCE_OWNER
 from .role import Role, tell
 
 
@@ -73,10 +73,11 @@ class Decoder(Role):
         else:
             arrived = True
             flaw = self.cache.flaw(tag, pages, num_positions)
-            if arrival.rows != num_rows(num_positions):
-                flaw = f"{arrival.rows} rows arrived, it has {num_rows(num_positions)}"
-            if (arrival.context["hidden"] != tag & 0x7F).any():
-                flaw = f"its context is {arrival.context['hidden']}, and should be {tag & 0x7F} in each byte"
+            if arrival.rows != self.cache.num_rows(num_positions):
+                flaw = f"{arrival.rows} rows arrived, it has {self.cache.num_rows(num_positions)}"
+            for rank, views in arrival.contexts.items():
+                if (views["hidden"] != tag & 0x7F).any():
+                    flaw = f"its context on rank {rank} is {views['hidden']}, and not {tag & 0x7F} in each byte"
             arrival.release()
             tell("arrived", id=id, rows=arrival.rows)
         await fetch.released()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from kvmsgr import Chunk, PrefillRequest, Span
 
-from .cache import CONTEXT_UNITS, DESTINATION_OWNER, LAYERS, PAGE_TOKENS, RUN, SOURCE_OWNER, num_rows
+from .cache import DESTINATION_OWNER, LAYERS, PAGE_TOKENS, RUN, SOURCE_OWNER
 from .role import Role, tell
 
 CHUNK = RUN * PAGE_TOKENS
@@ -124,18 +124,17 @@ class Prefiller(Role):
                 await self._hold(job, "first layer sent", lambda job=job: self._rows_posted(job) > 0)
         for job in batch:
             if job.last:
-                rows = num_rows(job.request.num_positions)
-                await self._hold(
-                    job, "last chunk sent", lambda job=job, rows=rows - CONTEXT_UNITS: self._rows_posted(job) == rows
-                )
+                rows = self.cache.num_rows(job.request.num_positions)
+                rows -= self.cache.context_units
+                await self._hold(job, "last chunk sent", lambda job=job, rows=rows: self._rows_posted(job) == rows)
         if step.signals_context:
             for job in batch:
-                if job.last and "hidden" in job.request.context:
-                    job.request.context["hidden"][:] = job.tag & 0x7F
+                for views in job.request.contexts.values() if job.last else ():
+                    views["hidden"][:] = job.tag & 0x7F
             step.signal.bump()
         for job in batch:
             if job.last:
-                rows = num_rows(job.request.num_positions)
+                rows = self.cache.num_rows(job.request.num_positions)
                 await self._hold(job, "context sent", lambda job=job, rows=rows: self._rows_posted(job) == rows)
 
     def _rows_posted(self, job: Job) -> int:

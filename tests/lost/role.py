@@ -53,10 +53,11 @@ class Role:
         if not task.cancelled() and task.exception() is not None:
             self.problem("".join(traceback.format_exception(task.exception())))
 
-    async def do_open(self, number: int, config: dict[str, Any]) -> None:
+    async def do_open(self, number: int, config: dict[str, Any], ranks: int, interfaces: int) -> None:
         self.number = number
-        self.cache = TaggedCache(self.next_owner, seed=number)
-        self.messenger = await kvmsgr.Messenger.open(kvmsgr.Config(**config), *self.cache.describe())
+        self.cache = TaggedCache(self.next_owner, number, ranks)
+        described = self.cache.describe(interfaces)
+        self.messenger = await kvmsgr.Messenger.open(kvmsgr.Config(**config), ranks=described)
         self.opened()
         descriptor = self.messenger.descriptor
         tell("open", descriptor=[descriptor.address, descriptor.incarnation, descriptor.name])

@@ -11,10 +11,9 @@ import asyncio
 import pickle
 import random
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-import numpy as np
 import pytest
 
 import kvmsgr
@@ -23,29 +22,19 @@ from kvmsgr.core.fetch import FetchState
 from kvmsgr.core.leg import LegState
 from kvmsgr.errors import RequestCancelledError
 from kvmsgr.fabric import leftovers
-from tests.loopback.engines import (
-    DIM,
-    HEADS,
-    LAYERS,
-    PAGE_TOKENS,
-    PAGES,
-    SHAPES,
-    Side,
-    TestCache,
-    settle,
-    until,
-    within,
-)
+from kvmsgr.runtime.node import Node
+from tests.loopback.engines import HEADS, LAYERS, PAGE_TOKENS, PAGES, TestCache, until, within
 
-NUM_SEEDS = 200
+from .prefiller import describe, shards
+
 CANARY = -7.0
 LEASE_S = 30.0  # a poller that is held sends no heartbeats on time
 
 
 @asynccontextmanager
-async def prefiller(fabric: str) -> AsyncIterator[Descriptor]:
+async def prefiller(fabric: str, num_ranks: int, num_interfaces: int) -> AsyncIterator[Descriptor]:
     """A prefiller in a process of its own."""
-    command = [sys.executable, "-m", "tests.lost.prefiller", fabric]
+    command = [sys.executable, "-m", "tests.lost.prefiller", fabric, str(num_ranks), str(num_interfaces)]
     child = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     assert child.stdout is not None
     try:
@@ -57,21 +46,32 @@ async def prefiller(fabric: str) -> AsyncIterator[Descriptor]:
         leftovers.sweep(leftovers.state_folder())
 
 
-def fill(cache: TestCache, pages: list[int], value: float) -> None:
-    for part in cache.parts:
-        for array in part:
-            array[:, pages] = value  # axes of SHAPES[0]: layer, page, ...
+def fill(caches: Sequence[TestCache], pages: list[int], value: float) -> None:
+    for cache in caches:
+        for part in cache.parts:
+            for array in part:
+                array[:, pages] = value  # axes of SHAPES[0]: layer, page, ...
 
 
-def check_canary(cache: TestCache, pages: list[int], seed: int) -> None:
-    for part in cache.parts:
-        for array in part:
-            found = array[:, pages]
-            assert (found == CANARY).all(), f"seed {seed}: written after its pages were free: {found[found != CANARY]}"
+def check_canary(caches: Sequence[TestCache], pages: list[int], seed: int) -> None:
+    for rank, cache in enumerate(caches):
+        for part in cache.parts:
+            for array in part:
+                found = array[:, pages]
+                late = found[found != CANARY]
+                assert not late.size, f"seed {seed}: written on rank {rank} after its pages were free: {late}"
 
 
-async def cancel_one(side: Side, source: Descriptor, seed: int) -> None:
+async def settle(node: Node, rounds: int = 50) -> None:
+    """Give the poller many rounds in which it could do what it must not."""
+    poller = node.fabric.poller
+    end = poller.stats()["rounds"] + rounds
+    await until(lambda: poller.stats()["rounds"] >= end, f"{rounds} rounds of the poller")
+
+
+async def cancel_one(messenger: kvmsgr.Messenger, caches: Sequence[TestCache], source: Descriptor, seed: int) -> None:
     """One request, cancelled somewhere."""
+    node = messenger._node
     rng = random.Random(seed)
     held = bool(seed % 2)
     num_pages = rng.randint(1, 4)
@@ -80,13 +80,14 @@ async def cancel_one(side: Side, source: Descriptor, seed: int) -> None:
     length = rng.choice([PAGE_TOKENS, 2 * PAGE_TOKENS, num_tokens])
     last_bumps = rng.randint(0, LAYERS)
     payload = f"{seed} {last_bumps} {length}".encode()
-    state, poller = side.node.fabric.state, side.node.fabric.poller
-    fill(side.cache, pages, 0.0)
-    fetch = side.messenger.fetch(f"seed-{seed}", [source], range(num_tokens), [Span(0, 0, pages)], payload=payload)
+    state, poller = node.fabric.state, node.fabric.poller
+    fill(caches, pages, 0.0)
+    fetch = messenger.fetch(f"seed-{seed}", [source], range(num_tokens), [Span(0, 0, pages)], payload=payload)
     if held:
         poller.hold(True)
     in_last_chunk = (num_tokens - 2) % length + 1
-    will_be_posted = ((num_tokens - 1 - in_last_chunk) * LAYERS + in_last_chunk * last_bumps) * 2 * HEADS
+    will_be_posted = (num_tokens - 1 - in_last_chunk) * LAYERS + in_last_chunk * last_bumps
+    will_be_posted *= 2 * HEADS * len(caches)
     enough = 0 if held else rng.randint(0, will_be_posted)
     leg = next(iter(fetch._legs.values()))
     await until(lambda: leg.state is not LegState.waiting, "it was dispatched")
@@ -99,7 +100,7 @@ async def cancel_one(side: Side, source: Descriptor, seed: int) -> None:
     if fetch._machine.state is not FetchState.ready:
         with pytest.raises(RequestCancelledError):
             await within(fetch)
-    owner = asyncio.create_task(next_owner(fetch, side.cache, pages))
+    owner = asyncio.create_task(next_owner(fetch, caches, pages))
     if held:
         said = "the prefiller said how much it has posted"
         await until(lambda: owner.done() or leg.state is not LegState.draining, f"seed {seed}: {said}")
@@ -111,24 +112,33 @@ async def cancel_one(side: Side, source: Descriptor, seed: int) -> None:
             await asyncio.sleep(0)
         poller.hold(False)
     await within(owner)
-    await settle(side, 50)
-    check_canary(side.cache, pages, seed)
+    await settle(node)
+    check_canary(caches, pages, seed)
 
 
-async def next_owner(fetch: kvmsgr.Fetch, cache: TestCache, pages: list[int]) -> None:
+async def next_owner(fetch: kvmsgr.Fetch, caches: Sequence[TestCache], pages: list[int]) -> None:
     """Takes the pages the moment they come back."""
     await fetch.released()
-    fill(cache, pages, CANARY)
+    fill(caches, pages, CANARY)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fabric", ["net", "shm"])
-async def test_pages_of_a_cancelled_request_come_back_only_by_proof(fabric: str) -> None:
-    cache = TestCache(SHAPES[0])
+@pytest.mark.parametrize(
+    ("num_seeds", "num_ranks", "num_interfaces"),
+    [(200, 1, 1), (60, 3, 2)],
+    ids=["one rank", "three ranks with two interfaces"],
+)
+async def test_pages_of_a_cancelled_request_come_back_only_by_proof(
+    fabric: str, num_seeds: int, num_ranks: int, num_interfaces: int
+) -> None:
+    caches = shards(num_ranks)
     config = kvmsgr.Config(name="decoder", model="test", fabric=fabric, lease_s=LEASE_S, stall_s=LEASE_S)
-    async with prefiller(fabric) as source, await kvmsgr.Messenger.open(config, cache.describe()) as messenger:
-        side = Side(messenger, cache, np.zeros((4, DIM), np.float32))
-        for seed in range(NUM_SEEDS):
-            await cancel_one(side, source, seed)
+    async with (
+        prefiller(fabric, num_ranks, num_interfaces) as source,
+        await kvmsgr.Messenger.open(config, ranks=describe(caches, num_interfaces)) as messenger,
+    ):
+        for seed in range(num_seeds):
+            await cancel_one(messenger, caches, source, seed)
         assert messenger.unhealthy is None
-        assert not side.node.fabric.state.legs()
+        assert not messenger._node.fabric.state.legs()

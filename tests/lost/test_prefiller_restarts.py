@@ -12,7 +12,9 @@ LEASE_S, HEARTBEAT_S = 2.0, 0.5
 ROUNDS, WIDTH, NUM_PAGES = 20, 8, 12
 WARM_UP = 8  # rounds until what is allocated once has been allocated
 GROWTH_BYTES = 1 << 20
-ABANDONED_BYTES = 4 << 20  # a shm domain, kept for good where a peer died with a lock of it: its completion queue, mainly
+ABANDONED_BYTES = (
+    4 << 20
+)  # a shm domain, kept for good where a peer died with a lock of it: its completion queue, mainly
 POINTS = ["first layer sent", "last chunk sent", "allocated"]
 
 

@@ -32,6 +32,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.parametrize(("fabric", "fence"), [("net", "endpoint"), ("net", "rotation"), ("shm", "endpoint")]),
     pytest.mark.parametrize("role", ["decoder", "prefiller"]),
+    pytest.mark.parametrize("shape", [(1, 1), (3, 2)], ids=["one rank", "three ranks with two interfaces"]),
     pytest.mark.parametrize("seed", SEEDS),
 ]
 
@@ -101,9 +102,9 @@ class Scene:
 
 
 @asynccontextmanager
-async def scene(folder: Path, role: str, **config: object) -> AsyncIterator[Scene]:
-    """Three processes, all of them busy; `role` is the victim's."""
-    async with cluster(folder, lease_s=LEASE_S, heartbeat_s=HEARTBEAT_S, **config) as processes:
+async def scene(folder: Path, role: str, shape: tuple[int, int], **config: object) -> AsyncIterator[Scene]:
+    """Three processes, all of them busy; `role` is the victim's, `shape` (ranks, interfaces of each) is of all."""
+    async with cluster(folder, *shape, lease_s=LEASE_S, heartbeat_s=HEARTBEAT_S, **config) as processes:
         [live] = await processes.add("prefiller" if role == "decoder" else "decoder", "live")
         victim, bystander = await processes.add(role, "victim", "bystander")
         made = Scene(processes, live, victim, bystander)
@@ -113,9 +114,9 @@ async def scene(folder: Path, role: str, **config: object) -> AsyncIterator[Scen
 
 
 async def test_a_killed_process_leaves_pages_and_others_unharmed(
-    fabric: str, fence: str, role: str, seed: int, tmp_path: Path
+    fabric: str, fence: str, role: str, shape: tuple[int, int], seed: int, tmp_path: Path
 ) -> None:
-    async with scene(tmp_path, role, fabric=fabric, fence=fence) as now:
+    async with scene(tmp_path, role, shape, fabric=fabric, fence=fence) as now:
         await now.until_busy(seed)
         killed = now.strike(now.victim.kill)
         await now.victim.ended()
@@ -125,9 +126,9 @@ async def test_a_killed_process_leaves_pages_and_others_unharmed(
 
 
 async def test_a_stopped_process_that_wakes_up_harms_nobody_and_is_a_new_peer(
-    fabric: str, fence: str, role: str, seed: int, tmp_path: Path
+    fabric: str, fence: str, role: str, shape: tuple[int, int], seed: int, tmp_path: Path
 ) -> None:
-    async with scene(tmp_path, role, fabric=fabric, fence=fence) as now:
+    async with scene(tmp_path, role, shape, fabric=fabric, fence=fence) as now:
         await now.until_busy(seed)
         stopped = now.strike(now.victim.stop)
         await until(stopped + LEASE_S + FENCE_S)  # the lease must run out while nothing happens

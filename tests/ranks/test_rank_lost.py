@@ -1,0 +1,234 @@
+"""A process that holds a rank has died: what needs the rank fails on both sides, its pages come back by proof, and what
+does not need it goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import pytest
+
+import kvmsgr
+from kvmsgr.errors import ConfigError, RankLostError, StepFaultError, TransferError
+from kvmsgr_protocol import Reason
+
+from .sharded import Group, Node, Sharding, move, node, within
+
+GQA = Group(heads=3, num_pages=24)
+MLA = Group("latent", heads=1, planes=1, dim=9, num_pages=24)
+NUM_TOKENS = 90
+NUM_POSITIONS = NUM_TOKENS - 1
+SOON_S = 1.0
+WHY = "worker 1 was killed"
+
+
+@asynccontextmanager
+async def nodes(group: Group, sharding: Sharding, **more: object) -> AsyncIterator[tuple[Node, Node]]:
+    async with (
+        node("p", [group], sharding, fabric="net", interfaces=2, **more) as prefiller,  # type: ignore[arg-type]
+        node("d", [group], sharding, fabric="net", interfaces=2, **more) as decoder,  # type: ignore[arg-type]
+    ):
+        yield prefiller, decoder
+
+
+@dataclass
+class Halfway:
+    """A request whose first layers have landed, and the others have not been computed. `rank` is the one that holds it
+    on both sides; None: all do."""
+
+    source: Node
+    target: Node
+    number: int
+    rank: int | None
+    fetch: kvmsgr.Fetch
+    request: kvmsgr.PrefillRequest
+    pages: list[list[int]]  # destination
+    source_pages: list[list[int]]
+
+    def chunk(self, start: int = 0, stop: int = NUM_POSITIONS) -> kvmsgr.Chunk:
+        return kvmsgr.Chunk(self.request, start, stop, self.source.spans(self.source_pages, NUM_POSITIONS))
+
+    def compute(self, layer: int) -> None:
+        self.source._compute(self.number, layer, self.source_pages, 0, NUM_POSITIONS, NUM_POSITIONS)
+
+    async def check_lost(self, rank: int, name: str) -> None:
+        """Both sides say which rank of which messenger, and all pages come back."""
+        with pytest.raises(RankLostError) as raised:
+            await within(self.fetch, SOON_S)
+        outcome = await within(self.request.outcome(), SOON_S)
+        assert (outcome.ok, outcome.reason) == (False, Reason.rank_lost)
+        for text in (str(raised.value), outcome.detail):
+            assert f"rank {rank} of {name} is lost: {WHY}" in text
+        await within(self.request.released(), SOON_S)
+        await within(self.fetch.released(), SOON_S)
+
+    async def check_arrives(self) -> None:
+        await within(self.fetch)
+        for rank in range(3) if self.rank is None else [self.rank]:
+            self.target.shards[rank][0].check(self.number, self.pages[0], NUM_POSITIONS, 0)
+        await within(self.request.released())
+        await within(self.fetch.released())
+
+
+async def asked(source: Node, target: Node, number: int, rank: int | None = None) -> Halfway:
+    """A request that the prefiller has not answered."""
+    pages = target.draw_pages(NUM_POSITIONS)
+    fetch = target.lead.fetch(
+        f"request {number}",
+        source.descriptors,
+        range(NUM_TOKENS),
+        target.spans(pages, NUM_POSITIONS),
+        ranks=None if rank is None else [rank],
+    )
+    request = await within(anext(aiter(source.lead.requests())))
+    return Halfway(source, target, number, rank, fetch, request, pages, source.draw_pages(NUM_POSITIONS))
+
+
+async def halfway(*requests: Halfway, stop: int = NUM_POSITIONS) -> kvmsgr.Step:
+    """Run a forward pass of the positions of these requests below `stop`, up to the first layer."""
+    for one in requests:
+        one.request.accept(None if one.rank is None else [one.rank])
+    step = requests[0].source.lead.begin_step([one.chunk(0, stop) for one in requests])
+    start(step)
+    run_layer(step, 0, *requests)
+    for one in requests:
+        await until(lambda one=one: one.fetch.rows_landed > 0, f"rows of request {one.number}")
+    return step
+
+
+def start(step: kvmsgr.Step, dead: Sequence[int] = ()) -> None:
+    """On the ranks that live."""
+    for rank, signal in enumerate(step.signals):
+        if rank not in dead:
+            signal.start()
+
+
+def run_layer(step: kvmsgr.Step, layer: int, *computed: Halfway, dead: Sequence[int] = ()) -> None:
+    """The ranks that live compute a layer."""
+    for one in computed:
+        one.compute(layer)
+    for rank, signal in enumerate(step.signals):
+        if rank not in dead:
+            signal.bump()
+
+
+async def until(condition: Callable[[], bool], what: str, seconds: float = 20) -> None:
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + seconds
+    while not condition():
+        assert loop.time() < deadline, f"not within {seconds} s: {what}"
+        await asyncio.sleep(0)
+
+
+async def check_clean(*sides: Node) -> None:
+    """Nothing is left of any request, and the peers have kept their epoch."""
+    for side in sides:
+        state = side.lead._node.fabric.state
+        await until(lambda state=state: not state.legs(), "all legs are over")
+        assert not sum(pages.held for pages in state.pages())
+        assert side.lead.unhealthy is None
+        assert [peer.failure for peer in side.lead._node.peers] == [None]
+
+
+@pytest.mark.parametrize("side", ["prefiller", "decoder"])
+async def test_a_request_of_all_ranks_fails_on_both_sides(side: str) -> None:
+    async with nodes(GQA, Sharding(3)) as (prefiller, decoder):
+        await move(prefiller, decoder, 1, NUM_TOKENS)
+        one = await asked(prefiller, decoder, 2)
+        await halfway(one)
+        lossy = prefiller if side == "prefiller" else decoder
+        lossy.lead.rank_lost(1, WHY)
+        await one.check_lost(1, side[0])
+        await check_clean(prefiller, decoder)
+
+
+async def test_a_request_that_waits_is_refused_when_the_engine_takes_it() -> None:
+    async with nodes(GQA, Sharding(3)) as (prefiller, decoder):
+        one = await asked(prefiller, decoder, 1)
+        prefiller.lead.rank_lost(1, WHY)
+        one.request.accept()
+        await one.check_lost(1, "p")
+        await check_clean(prefiller, decoder)
+
+
+async def test_a_lost_rank_is_asked_for_nothing() -> None:
+    async with nodes(MLA, Sharding(3)) as (prefiller, decoder):
+        decoder.lead.rank_lost(1, WHY)
+        pages = decoder.draw_pages(NUM_POSITIONS)
+        for ranks in (None, [1], [0, 1]):
+            with pytest.raises(RankLostError, match=WHY):
+                decoder.lead.fetch(
+                    "lost", prefiller.descriptors, range(NUM_TOKENS), decoder.spans(pages, NUM_POSITIONS), ranks=ranks
+                )
+        await move(prefiller, decoder, 1, NUM_TOKENS, ranks=[0, 2])
+        await check_clean(prefiller, decoder)
+
+
+@pytest.mark.parametrize("side", ["prefiller", "decoder"])
+async def test_requests_on_other_ranks_go_on(side: str) -> None:
+    """Data-parallel attention: each request lives on one rank, and one forward pass computes several of them. The rank
+    that is lost bumps its layer counter no more, in this pass and in those to come."""
+    async with nodes(MLA, Sharding(3), layer_counters="rank") as (prefiller, decoder):
+        lost, other, later = [await asked(prefiller, decoder, number, number % 3) for number in (1, 2, 3)]
+        step = await halfway(lost, other)
+        (prefiller if side == "prefiller" else decoder).lead.rank_lost(1, WHY)
+        dead = [1] if side == "prefiller" else []
+        await lost.check_lost(1, side[0])
+        for layer in (1, 2):
+            run_layer(step, layer, other, dead=dead)
+        await other.check_arrives()
+        later.request.accept([later.rank])
+        steps = prefiller.lead._node.steps  # a counter's last step stays there until the next one begins
+        for position in range(NUM_POSITIONS):  # more steps than a layer counter has slots
+            step = prefiller.lead.begin_step([later.chunk(position, position + 1)])
+            start(step, dead)
+            for layer in range(3):
+                run_layer(step, layer, later, dead=dead)
+            await until(lambda: len(steps) == 3 - len(dead), "older steps are over")
+        await later.check_arrives()
+        await check_clean(prefiller, decoder)
+
+
+async def test_a_rank_that_stops_computing_fails_its_own_requests() -> None:
+    """Nobody has said that it is lost: the time allowed for the step runs out."""
+    async with nodes(MLA, Sharding(3), layer_counters="rank", step_timeout_s=0.5) as (prefiller, decoder):
+        stuck, other = [await asked(prefiller, decoder, number, number) for number in (1, 2)]
+        step = await halfway(stuck, other, stop=NUM_POSITIONS // 2)
+        for layer in (1, 2):
+            run_layer(step, layer, other, dead=[1])
+        with pytest.raises(StepFaultError, match="rank 1: step 1 showed 1 of 3 layer signals when its time ran out"):
+            await within(stuck.fetch)
+        await within(stuck.fetch.released())
+        last = prefiller.lead.begin_step([other.chunk(NUM_POSITIONS // 2)])
+        start(last, dead=[1])
+        for layer in range(3):
+            run_layer(last, layer, other, dead=[1])
+        await other.check_arrives()
+        await check_clean(prefiller, decoder)
+
+
+async def test_a_request_that_is_over_stays_as_it_is() -> None:
+    """A rank is lost while the pages of a request are in quarantine, and after another has arrived."""
+    async with nodes(GQA, Sharding(3)) as (prefiller, decoder):
+        one = await asked(prefiller, decoder, 1)
+        await halfway(one)
+        prefiller.lead._node.loop.call_soon(decoder.lead.rank_lost, 1, WHY)
+        one.fetch.cancel("nobody wants it")
+        prefiller.lead.rank_lost(0, WHY)
+        with pytest.raises(TransferError, match="nobody wants it"):
+            await within(one.fetch, SOON_S)
+        await within(one.fetch.released(), SOON_S)
+        await within(one.request.released(), SOON_S)
+        await check_clean(prefiller, decoder)
+
+
+async def test_there_is_such_a_rank() -> None:
+    async with nodes(GQA, Sharding(3)) as (prefiller, _):
+        for rank in (-1, 3):
+            with pytest.raises(ConfigError, match=f"rank {rank} does not exist"):
+                prefiller.lead.rank_lost(rank, WHY)
+        prefiller.lead.rank_lost(2, WHY)
+        prefiller.lead.rank_lost(2, "again")
+        assert prefiller.lead._node.lost_ranks == {2: WHY}
