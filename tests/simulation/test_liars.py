@@ -76,7 +76,7 @@ def test_a_request_that_was_not_posted_cannot_have_finished() -> None:
 
 
 def test_a_decoder_may_go_away_while_its_finished_is_looked_at_again() -> None:
-    """It is compared with the rows posted, and a moment later where these are fewer; the request may be over by then."""
+    """It is compared with the rows posted, and once more a moment later; the request may be over by then."""
 
     async def scenario(air: Air) -> None:
         wrong: list[object] = []
