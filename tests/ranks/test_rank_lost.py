@@ -3,17 +3,16 @@ does not need it goes on."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 import pytest
 
-import kvmsgr
 from kvmsgr.errors import ConfigError, RankLostError, StepFaultError, TransferError
+from kvmsgr.fabric.inprocess import Air, use_air
 from kvmsgr_protocol import Reason
 
+from .halfway import Halfway, asked, halfway, run_layer, start, until
 from .sharded import Group, Node, Sharding, move, node, within
 
 GQA = Group(heads=3, num_pages=24)
@@ -22,104 +21,30 @@ NUM_TOKENS = 90
 NUM_POSITIONS = NUM_TOKENS - 1
 SOON_S = 1.0
 WHY = "worker 1 was killed"
+pytestmark = pytest.mark.parametrize("fabric", ["inprocess", pytest.param("net", marks=pytest.mark.slow)])
 
 
 @asynccontextmanager
-async def nodes(group: Group, sharding: Sharding, **more: object) -> AsyncIterator[tuple[Node, Node]]:
-    async with (
-        node("p", [group], sharding, fabric="net", interfaces=2, **more) as prefiller,  # type: ignore[arg-type]
-        node("d", [group], sharding, fabric="net", interfaces=2, **more) as decoder,  # type: ignore[arg-type]
-    ):
-        yield prefiller, decoder
+async def nodes(group: Group, **more: object) -> AsyncIterator[tuple[Node, Node]]:
+    """A prefiller and a decoder of three ranks with two interfaces each."""
+    with use_air(Air(seed=5)):
+        async with (
+            node("p", [group], Sharding(3), interfaces=2, **more) as prefiller,  # type: ignore[arg-type]
+            node("d", [group], Sharding(3), interfaces=2, **more) as decoder,  # type: ignore[arg-type]
+        ):
+            yield prefiller, decoder
 
 
-@dataclass
-class Halfway:
-    """A request whose first layers have landed, and the others have not been computed. `rank` is the one that holds it
-    on both sides; None: all do."""
-
-    source: Node
-    target: Node
-    number: int
-    rank: int | None
-    fetch: kvmsgr.Fetch
-    request: kvmsgr.PrefillRequest
-    pages: list[list[int]]  # destination
-    source_pages: list[list[int]]
-
-    def chunk(self, start: int = 0, stop: int = NUM_POSITIONS) -> kvmsgr.Chunk:
-        return kvmsgr.Chunk(self.request, start, stop, self.source.spans(self.source_pages, NUM_POSITIONS))
-
-    def compute(self, layer: int) -> None:
-        self.source._compute(self.number, layer, self.source_pages, 0, NUM_POSITIONS, NUM_POSITIONS)
-
-    async def check_lost(self, rank: int, name: str) -> None:
-        """Both sides say which rank of which messenger, and all pages come back."""
-        with pytest.raises(RankLostError) as raised:
-            await within(self.fetch, SOON_S)
-        outcome = await within(self.request.outcome(), SOON_S)
-        assert (outcome.ok, outcome.reason) == (False, Reason.rank_lost)
-        for text in (str(raised.value), outcome.detail):
-            assert f"rank {rank} of {name} is lost: {WHY}" in text
-        await within(self.request.released(), SOON_S)
-        await within(self.fetch.released(), SOON_S)
-
-    async def check_arrives(self) -> None:
-        await within(self.fetch)
-        for rank in range(3) if self.rank is None else [self.rank]:
-            self.target.shards[rank][0].check(self.number, self.pages[0], NUM_POSITIONS, 0)
-        await within(self.request.released())
-        await within(self.fetch.released())
-
-
-async def asked(source: Node, target: Node, number: int, rank: int | None = None) -> Halfway:
-    """A request that the prefiller has not answered."""
-    pages = target.draw_pages(NUM_POSITIONS)
-    fetch = target.lead.fetch(
-        f"request {number}",
-        source.descriptors,
-        range(NUM_TOKENS),
-        target.spans(pages, NUM_POSITIONS),
-        ranks=None if rank is None else [rank],
-    )
-    request = await within(anext(aiter(source.lead.requests())))
-    return Halfway(source, target, number, rank, fetch, request, pages, source.draw_pages(NUM_POSITIONS))
-
-
-async def halfway(*requests: Halfway, stop: int = NUM_POSITIONS) -> kvmsgr.Step:
-    """Run a forward pass of the positions of these requests below `stop`, up to the first layer."""
-    for one in requests:
-        one.request.accept(None if one.rank is None else [one.rank])
-    step = requests[0].source.lead.begin_step([one.chunk(0, stop) for one in requests])
-    start(step)
-    run_layer(step, 0, *requests)
-    for one in requests:
-        await until(lambda one=one: one.fetch.rows_landed > 0, f"rows of request {one.number}")
-    return step
-
-
-def start(step: kvmsgr.Step, dead: Sequence[int] = ()) -> None:
-    """On the ranks that live."""
-    for rank, signal in enumerate(step.signals):
-        if rank not in dead:
-            signal.start()
-
-
-def run_layer(step: kvmsgr.Step, layer: int, *computed: Halfway, dead: Sequence[int] = ()) -> None:
-    """The ranks that live compute a layer."""
-    for one in computed:
-        one.compute(layer)
-    for rank, signal in enumerate(step.signals):
-        if rank not in dead:
-            signal.bump()
-
-
-async def until(condition: Callable[[], bool], what: str, seconds: float = 20) -> None:
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + seconds
-    while not condition():
-        assert loop.time() < deadline, f"not within {seconds} s: {what}"
-        await asyncio.sleep(0)
+async def check_lost(one: Halfway, rank: int, name: str) -> None:
+    """Both sides say which rank of which messenger, and all pages come back."""
+    with pytest.raises(RankLostError) as raised:
+        await within(one.fetch, SOON_S)
+    outcome = await within(one.request.outcome(), SOON_S)
+    assert (outcome.ok, outcome.reason) == (False, Reason.rank_lost)
+    for text in (str(raised.value), outcome.detail):
+        assert f"rank {rank} of {name} is lost: {WHY}" in text
+    await within(one.request.released(), SOON_S)
+    await within(one.fetch.released(), SOON_S)
 
 
 async def check_clean(*sides: Node) -> None:
@@ -133,28 +58,28 @@ async def check_clean(*sides: Node) -> None:
 
 
 @pytest.mark.parametrize("side", ["prefiller", "decoder"])
-async def test_a_request_of_all_ranks_fails_on_both_sides(side: str) -> None:
-    async with nodes(GQA, Sharding(3)) as (prefiller, decoder):
+async def test_a_request_of_all_ranks_fails_on_both_sides(fabric: str, side: str) -> None:
+    async with nodes(GQA, fabric=fabric) as (prefiller, decoder):
         await move(prefiller, decoder, 1, NUM_TOKENS)
-        one = await asked(prefiller, decoder, 2)
+        one = await asked(prefiller, decoder, 2, NUM_TOKENS)
         await halfway(one)
         lossy = prefiller if side == "prefiller" else decoder
         lossy.lead.rank_lost(1, WHY)
-        await one.check_lost(1, side[0])
+        await check_lost(one, 1, side[0])
         await check_clean(prefiller, decoder)
 
 
-async def test_a_request_that_waits_is_refused_when_the_engine_takes_it() -> None:
-    async with nodes(GQA, Sharding(3)) as (prefiller, decoder):
-        one = await asked(prefiller, decoder, 1)
+async def test_a_request_that_waits_is_refused_when_the_engine_takes_it(fabric: str) -> None:
+    async with nodes(GQA, fabric=fabric) as (prefiller, decoder):
+        one = await asked(prefiller, decoder, 1, NUM_TOKENS)
         prefiller.lead.rank_lost(1, WHY)
         one.request.accept()
-        await one.check_lost(1, "p")
+        await check_lost(one, 1, "p")
         await check_clean(prefiller, decoder)
 
 
-async def test_a_lost_rank_is_asked_for_nothing() -> None:
-    async with nodes(MLA, Sharding(3)) as (prefiller, decoder):
+async def test_a_lost_rank_is_asked_for_nothing(fabric: str) -> None:
+    async with nodes(MLA, fabric=fabric) as (prefiller, decoder):
         decoder.lead.rank_lost(1, WHY)
         pages = decoder.draw_pages(NUM_POSITIONS)
         for ranks in (None, [1], [0, 1]):
@@ -167,15 +92,17 @@ async def test_a_lost_rank_is_asked_for_nothing() -> None:
 
 
 @pytest.mark.parametrize("side", ["prefiller", "decoder"])
-async def test_requests_on_other_ranks_go_on(side: str) -> None:
+async def test_requests_on_other_ranks_go_on(fabric: str, side: str) -> None:
     """Data-parallel attention: each request lives on one rank, and one forward pass computes several of them. The rank
     that is lost bumps its layer counter no more, in this pass and in those to come."""
-    async with nodes(MLA, Sharding(3), layer_counters="rank") as (prefiller, decoder):
-        lost, other, later = [await asked(prefiller, decoder, number, number % 3) for number in (1, 2, 3)]
+    async with nodes(MLA, fabric=fabric, layer_counters="rank") as (prefiller, decoder):
+        lost, other, later = [
+            await asked(prefiller, decoder, number, NUM_TOKENS, rank=number % 3) for number in (1, 2, 3)
+        ]
         step = await halfway(lost, other)
         (prefiller if side == "prefiller" else decoder).lead.rank_lost(1, WHY)
         dead = [1] if side == "prefiller" else []
-        await lost.check_lost(1, side[0])
+        await check_lost(lost, 1, side[0])
         for layer in (1, 2):
             run_layer(step, layer, other, dead=dead)
         await other.check_arrives()
@@ -191,10 +118,10 @@ async def test_requests_on_other_ranks_go_on(side: str) -> None:
         await check_clean(prefiller, decoder)
 
 
-async def test_a_rank_that_stops_computing_fails_its_own_requests() -> None:
+async def test_a_rank_that_stops_computing_fails_its_own_requests(fabric: str) -> None:
     """Nobody has said that it is lost: the time allowed for the step runs out."""
-    async with nodes(MLA, Sharding(3), layer_counters="rank", step_timeout_s=0.5) as (prefiller, decoder):
-        stuck, other = [await asked(prefiller, decoder, number, number) for number in (1, 2)]
+    async with nodes(MLA, fabric=fabric, layer_counters="rank", step_timeout_s=0.5) as (prefiller, decoder):
+        stuck, other = [await asked(prefiller, decoder, number, NUM_TOKENS, rank=number) for number in (1, 2)]
         step = await halfway(stuck, other, stop=NUM_POSITIONS // 2)
         for layer in (1, 2):
             run_layer(step, layer, other, dead=[1])
@@ -209,10 +136,10 @@ async def test_a_rank_that_stops_computing_fails_its_own_requests() -> None:
         await check_clean(prefiller, decoder)
 
 
-async def test_a_request_that_is_over_stays_as_it_is() -> None:
+async def test_a_request_that_is_over_stays_as_it_is(fabric: str) -> None:
     """A rank is lost while the pages of a request are in quarantine, and after another has arrived."""
-    async with nodes(GQA, Sharding(3)) as (prefiller, decoder):
-        one = await asked(prefiller, decoder, 1)
+    async with nodes(GQA, fabric=fabric) as (prefiller, decoder):
+        one = await asked(prefiller, decoder, 1, NUM_TOKENS)
         await halfway(one)
         prefiller.lead._node.loop.call_soon(decoder.lead.rank_lost, 1, WHY)
         one.fetch.cancel("nobody wants it")
@@ -224,8 +151,8 @@ async def test_a_request_that_is_over_stays_as_it_is() -> None:
         await check_clean(prefiller, decoder)
 
 
-async def test_there_is_such_a_rank() -> None:
-    async with nodes(GQA, Sharding(3)) as (prefiller, _):
+async def test_there_is_such_a_rank(fabric: str) -> None:
+    async with nodes(GQA, fabric=fabric) as (prefiller, _):
         for rank in (-1, 3):
             with pytest.raises(ConfigError, match=f"rank {rank} does not exist"):
                 prefiller.lead.rank_lost(rank, WHY)

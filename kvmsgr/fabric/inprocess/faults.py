@@ -12,6 +12,7 @@ class Faults:
 
     def __init__(self) -> None:
         self.slow_ns = 0
+        self.broken_nics: set[int] = set()
         self._left: dict[str, int] = {}
         self._chances: list[tuple[str, float]] = []
         self._seed = 0

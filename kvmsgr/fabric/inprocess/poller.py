@@ -407,6 +407,12 @@ class InProcessPoller:
         with self.air.lock:
             self._engine.posting.faults.inject(kind, nth)
 
+    def break_nic(self, nic: int, broken: bool = True) -> None:
+        """Have every write that is posted on a network interface fail, or go well again."""
+        with self.air.lock:
+            broken_nics = self._engine.posting.faults.broken_nics
+            (broken_nics.add if broken else broken_nics.discard)(nic)
+
     def disturb(
         self,
         seed: int,

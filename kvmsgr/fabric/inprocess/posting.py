@@ -121,7 +121,7 @@ class Posting:
             due.transfer.num_aside -= 1
             return self._send(link, due.transfer, due.entry, due.write)
         fault = self.faults.next()
-        if fault == "fail":
+        if fault == "fail" or link.nic in self.faults.broken_nics:
             lives.fail(link, errno.EIO, FAILED_POST)
             return False
         self._note(transfer)
