@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 import kvmsgr
+from kvmsgr.errors import ConfigError, LayoutMismatchError, LocalProtocolError
 from kvmsgr.fabric.inprocess import Air, use_air
 
 from .halfway import until
@@ -95,3 +96,27 @@ async def test_pages_in_quarantine_are_counted_once() -> None:
             peer._connection._transport.resume_reading()
         await within(one.released())
         assert node_.fabric.state.quarantined == 0
+
+
+async def test_an_accept_that_is_refused_leaves_no_trace() -> None:
+    """The first half of what is asked for could be chosen, the second could not."""
+    with use_air(Air(seed=3)):
+        async with (
+            node("p", [GQA], Sharding(2, 2), fabric="inprocess") as prefiller,
+            node("d", [GQA], Sharding(1), fabric="inprocess") as decoder,
+        ):
+            one = fetch(decoder, "one", prefiller.descriptors)
+            request = await within(anext(aiter(prefiller.lead.requests())))
+            balance = prefiller.lead._node.balance
+            with pytest.raises(LayoutMismatchError, match="accept"):
+                request.accept([0, 1, 2])
+            with pytest.raises(ConfigError, match="ranks are"):
+                request.accept([4])
+            assert (request.ranks, balance.given_bytes, balance.unique_bytes) == ((), [0] * 4, 0)
+            request.accept()
+            with pytest.raises(LocalProtocolError, match="accepted before"):
+                request.accept([3])
+            assert request.ranks == (0, 1, 2, 3)
+            assert sum(balance.given_bytes) == balance.unique_bytes > 0
+            one.cancel()
+            await within(one.released())
