@@ -46,7 +46,7 @@ async def test_a_layer_counter_serves_one_messenger() -> None:
     with pytest.raises(ConfigError, match="was watched"):
         await kvmsgr.Messenger.open(config, cache, counters=[counter])
     left = native.debug_counters()
-    assert not (left["pollers"] or left["state_files"])
+    assert (left["pollers"], left["state_files"]) == (0, 0)
 
 
 @pytest.mark.parametrize("live", [False, True])

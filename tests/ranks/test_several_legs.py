@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any, cast
 
 import pytest
 
@@ -30,8 +32,13 @@ async def nodes(**more: object) -> AsyncIterator[tuple[Node, Node]]:
             yield prefiller, decoder
 
 
-def legs_of(side: Node) -> list[object]:
-    return side.lead._node.fabric.state.legs()
+def legs_of(side: Node) -> list[Any]:
+    return list(side.lead._node.fabric.state.legs())
+
+
+def connections_of(side: Node) -> list[asyncio.Transport]:
+    """The control connections, as far as they can be kept from being read."""
+    return [cast("Any", peer._connection)._transport for peer in side.lead._node.peers]
 
 
 def fetch(side: Node, name: str, sources: list[kvmsgr.Descriptor]) -> kvmsgr.Fetch:
@@ -85,15 +92,16 @@ async def test_pages_in_quarantine_are_counted_once() -> None:
             request = await within(anext(aiter(messenger.requests())))
             request.accept()
         await until(lambda: [leg.state for leg in legs_of(decoder)] == ["accepted"] * 2, "both are accepted")
-        for peer in decoder.lead._node.peers:
-            peer._connection._transport.pause_reading()
+        connections = connections_of(decoder)
+        for connection in connections:
+            connection.pause_reading()
         one.cancel()
         node_ = decoder.lead._node
         num_pages = GQA.num_needed(NUM_POSITIONS)
-        assert len(node_.ledger._quarantined) == 2
+        assert [leg.state for leg in legs_of(decoder)] == ["draining"] * 2
         assert node_.fabric.state.quarantined == num_pages
-        for peer in decoder.lead._node.peers:
-            peer._connection._transport.resume_reading()
+        for connection in connections:
+            connection.resume_reading()
         await within(one.released())
         assert node_.fabric.state.quarantined == 0
 
