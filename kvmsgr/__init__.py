@@ -13,7 +13,7 @@ from kvmsgr_protocol import Reason
 
 from . import errors
 from .config import Config
-from .types import Descriptor, RawArray, Span
+from .types import Descriptor, RawArray, Span, Spread
 
 if TYPE_CHECKING:
     from .device.cache import Cache, CacheGroup, ContextBuffer, Rank
@@ -39,6 +39,7 @@ __all__ = [
     "RawArray",
     "Reason",
     "Span",
+    "Spread",
     "Step",
     "errors",
 ]

@@ -48,6 +48,7 @@ class Config:
         layer_counters: Who signals layers where a messenger has several ranks. "lead": one counter for all of them,
             which is right only where on every rank the KV of a layer is stored before a collective that precedes the
             bump, as with tensor parallelism. "rank": each rank bumps a counter of its own.
+        num_streams: Streams that run forward passes, each with its layer counter or set of them.
         quarantine_limit: Share of a cache group's pages (0 to 1) that may be in quarantine before the messenger calls
             itself unhealthy.
         connect_timeout_s: From dialling a peer until requests may go.
@@ -74,6 +75,7 @@ class Config:
     drain_timeout_s: float = 10.0
     fence: str = "auto"
     layer_counters: str = "lead"
+    num_streams: int = 1
     quarantine_limit: float = 0.5
     connect_timeout_s: float = 5.0
     step_timeout_s: float = 60.0
@@ -99,6 +101,8 @@ class Config:
             raise ConfigError(
                 f"heartbeat_s is {self.heartbeat_s:g} and lease_s {self.lease_s:g}; a lease must outlast two heartbeats"
             )
+        if self.num_streams < 1:
+            raise ConfigError(f"num_streams is {self.num_streams}; an engine has at least one")
         if not 0 <= self.quarantine_limit <= 1:
             raise ConfigError(f"quarantine_limit is {self.quarantine_limit}; it is a share of the pages, 0 to 1")
         for field in ("name", "model"):

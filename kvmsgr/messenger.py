@@ -25,13 +25,14 @@ from .runtime.node import Node
 from .runtime.peer import SOFTWARE
 from .runtime.serve import PrefillRequest
 from .runtime.steps import Chunk, Step
-from .types import Descriptor, Span
+from .types import Descriptor, Span, Spread
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
 log = structlog.get_logger("kvmsgr")
+MAX_COUNTERS = 64  # that a polling thread watches
 
 
 def _close_unwanted(opening: asyncio.Future[Fabric]) -> None:
@@ -91,9 +92,11 @@ class Messenger:
             AddressError: The control socket cannot be listened on.
         """
         memory, address = _describe(config, cache, context, ranks), parse(config.listen)
-        counters = list(counters) or [LayerCounter() for _ in memory.num_signals]
-        if len(counters) % len(memory.num_signals):
-            raise ConfigError(f"{len(counters)} layer counters are given; each stream needs {len(memory.num_signals)}")
+        num_counters = config.num_streams * len(memory.num_signals)
+        counters = list(counters) or [LayerCounter() for _ in range(num_counters)]
+        if not len(counters) == num_counters <= MAX_COUNTERS:
+            needed = f"{config.num_streams} streams with layer_counters {config.layer_counters!r} need {num_counters}"
+            raise ConfigError(f"{len(counters)} layer counters are given; {needed}, and {MAX_COUNTERS} is the most")
         host = address.host if isinstance(address, Tcp) else "127.0.0.1"
         incarnation = secrets.token_hex(16)
         settings = FabricSettings(
@@ -225,6 +228,12 @@ class Messenger:
             StepLimitError: More steps are announced than the layer counter has slots for. Nothing was armed.
         """
         return steps.begin_step(self._node, chunks, counter)
+
+    @property
+    def spread(self) -> Spread:
+        """How much each rank was given to send, of all requests that were accepted, and how often a byte travels."""
+        balance = self._node.balance
+        return Spread(tuple(balance.given_bytes), balance.unique_bytes)
 
     def rank_lost(self, rank: int, why: str) -> None:
         """Say that a process of the engine which holds a rank has died. What needs that rank fails on both sides, now

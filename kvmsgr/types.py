@@ -47,6 +47,24 @@ class RawArray:
 
 
 @dataclass(frozen=True, slots=True)
+class Spread:
+    """How the bytes of a prefiller's requests were spread over its ranks.
+
+    Args:
+        given_bytes: For each rank, KV that it was given to send.
+        unique_bytes: The same KV, without what was given twice because several of a decoder's ranks want copies.
+    """
+
+    given_bytes: tuple[int, ...]
+    unique_bytes: int
+
+    @property
+    def redundancy(self) -> float:
+        """How often each byte travels; 1 when nothing does."""
+        return sum(self.given_bytes) / self.unique_bytes if self.unique_bytes else 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class Descriptor:
     """How to reach one messenger. Plain and picklable: it may travel through a router.
 

@@ -34,7 +34,8 @@ struct kv_link *kv_link_new(uint32_t id, struct kv_nic *nic, const uint64_t *key
 bool kv_link_check_remote(const struct kv_remote *r, struct kv_error *e)
 {
     if (!r->num_names)
-        return kv_error_set(e, KV_INVALID, "no targets; want every endpoint of the peer that this link writes to or hears");
+        return kv_error_set(e, KV_INVALID, "no targets; want each endpoint of the peer that this link writes to or "
+                            "hears");
     for (uint32_t i = 0; i < r->num_names; i++)
         if (r->names[i].num_bytes > KV_NAME_BYTES)
             return kv_error_set(e, KV_INVALID, "target %u has an address of %zu bytes; want at most %d", i,

@@ -52,7 +52,7 @@ struct kv_remote {
 struct kv_target {
     fi_addr_t address;            /* for what is sent through the link's `sending` */
     fi_addr_t next_address;       /* likewise through its `port`: for heartbeats, and for all when it has moved */
-    uint64_t refused_ns;          /* the provider has taken nothing for it since then; 0: it took what was posted last */
+    uint64_t refused_ns;          /* the provider has taken nothing for it since then; 0: it took the last one */
     uint8_t name[KV_NAME_BYTES];
 };
 

@@ -115,6 +115,35 @@ static void test_a_link_ends_when_the_queue_has_been_read_to_its_end(void)
     close_rest();
 }
 
+/* On shm our connection request may be in the queue of an endpoint that has taken nothing yet, whoever was heard. */
+static void test_an_endpoint_that_has_taken_nothing_gets_time_to(void)
+{
+    open_closable(false);
+    toy_nic.fabric.shares_locks = true;
+    toy_answer = -FI_EAGAIN;
+    toy_templates[1]->entries[0].dst_region = 1;
+    toy_step(0, toy_transfer(1, 1, 1, true), NULL);
+    kv_post(toy);
+    CHECK(toy_link(1)->targets[1].refused_ns == toy_now_ns && !toy_link(1)->targets[0].refused_ns);
+    toy_now_ns += 50 * KV_MS;
+    kv_post(toy);
+    kv_link_close(toy, toy_link(1), true);
+    CHECK(num_closed == 0);
+    kv_link_close(toy, toy_link(0), true);
+    CHECK(num_closed == 1);   /* it has asked nobody */
+    go_round();
+    CHECK(num_closed == 2);
+    toy_answer = 0;
+    toy_step(0, toy_transfer(2, 1, 1, true), NULL);
+    toy_link(2)->targets[0].refused_ns = toy_now_ns;
+    kv_post(toy);
+    CHECK(!toy_link(2)->targets[0].refused_ns);
+    struct kv_record r;
+    while (kv_records_take(&toy->records, &r, 1))
+        ;
+    close_rest();
+}
+
 static void test_what_was_in_flight_comes_back_before_the_link_ends(void)
 {
     open_closable(false);
@@ -161,7 +190,8 @@ static void test_a_port_is_over_when_it_is_so_on_every_interface(void)
 {
     open_closable(true);
     struct kv_nic other = {0};
-    struct kv_domain busy = {.fabric = &other.fabric, .cq = &toy_cq, .num_ports = 1};   /* whose queue nobody reads for now */
+    /* Nobody reads its queue for now. */
+    struct kv_domain busy = {.fabric = &other.fabric, .cq = &toy_cq, .num_ports = 1};
     struct kv_port *o = kv_port_new(&other, NULL);
     CHECK(o);
     o->domain = &busy;
@@ -261,6 +291,7 @@ static void test_writes_that_are_stuck_in_the_old_port_end_with_it(void)
 int main(void)
 {
     test_a_link_ends_when_the_queue_has_been_read_to_its_end();
+    test_an_endpoint_that_has_taken_nothing_gets_time_to();
     test_what_was_in_flight_comes_back_before_the_link_ends();
     test_links_of_a_shared_port_wait_for_it();
     test_a_port_is_over_when_it_is_so_on_every_interface();

@@ -83,6 +83,19 @@ static void test_each_endpoint_of_a_peer_gets_its_own(void)
     toy_close();
 }
 
+static void test_heartbeats_go_to_the_new_cell_at_once(void)
+{
+    open_connected();
+    kv_beat(toy);
+    toy_complete(0, TOY_LINKS);
+    struct kv_remote_cell cell = {.base = 8, .key = 300, .imm = 5u << KV_ROW_BITS};
+    kv_beat_to(toy, toy_link(1), &cell);
+    kv_beat(toy);
+    CHECK(num_posts == TOY_LINKS + 1 && posts[TOY_LINKS].link == 1 && posts[TOY_LINKS].dst == 8 &&
+          posts[TOY_LINKS].key == 300 && posts[TOY_LINKS].imm == 5u << KV_ROW_BITS);
+    toy_close();
+}
+
 static void test_a_lease_ends_when_nothing_is_heard(void)
 {
     open_connected();
@@ -160,6 +173,7 @@ int main(void)
     test_a_heartbeat_passes_the_queue_and_the_window();
     test_a_refused_heartbeat_is_tried_again();
     test_each_endpoint_of_a_peer_gets_its_own();
+    test_heartbeats_go_to_the_new_cell_at_once();
     test_a_lease_ends_when_nothing_is_heard();
     test_at_most_the_write_that_was_about_to_go_goes();
     test_what_was_queued_while_the_process_stood_still_is_not_believed();

@@ -83,7 +83,8 @@ static void connect_to(struct node *from, struct node *to)
         names[i] = (struct kv_remote_name){raw[i], (size_t)bytes};
         regions[i].target = i;
         kv_state_link_beat(to->state, (BEAT_SLOT + i) << KV_GENERATION_BITS, to->links[i]);
-        beats[i] = (struct kv_remote_cell){cell.base, cell.key, (BEAT_SLOT + i) << (KV_GENERATION_BITS + KV_ROW_BITS), i};
+        beats[i] = (struct kv_remote_cell){.base = cell.base, .key = cell.key, .target = i,
+                                           .imm = (BEAT_SLOT + i) << (KV_GENERATION_BITS + KV_ROW_BITS)};
     }
     for (uint32_t i = 0; i < NICS; i++) {
         struct kv_remote peer = {names, regions, &beats[i], NICS, NICS, 1};

@@ -130,10 +130,10 @@ class WorkerLink:
         """
         from .shared_counters import SharedCounters  # the native layer, which loads libfabric
 
-        if not self.lead_alive:
-            raise LeadLostError(f"the lead at {self._address} has ended")
         if self._counters is None:
             raise LocalProtocolError("the link is closed")
+        if not self.lead_alive:
+            raise LeadLostError(f"the lead at {self._address} has ended")
         welcome = self._welcome
         if welcome.layer_counters == "lead" and self.rank != 0:
             raise LocalProtocolError(
@@ -196,7 +196,7 @@ class WorkerLink:
             _send(link, message, descriptors)
             with received(link, ANSWERS) as (answer, passed):
                 if answer is None:
-                    raise LeadLostError(f"the lead at {self._address} has ended the link, or has ended")
+                    raise LeadLostError(f"the lead at {self._address} has ended, or has ended the link")
                 if isinstance(answer, Refused):
                     raise WorkerRefusedError(self.rank, answer.why)
                 if not isinstance(answer, expected) or len(passed) != expected.num_descriptors:

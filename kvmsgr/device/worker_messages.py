@@ -35,7 +35,7 @@ _I63 = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 _U63 = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 _Size = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
 _Name = Annotated[str, Meta(max_length=128)]
-_Axes = 16
+_MAX_AXES = 16
 
 
 class _Said(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -47,8 +47,8 @@ class SharedArray(Struct, frozen=True, array_like=True):
 
     memory: _U63
     offset_bytes: _U63
-    shape: Annotated[tuple[_Size, ...], Meta(max_length=_Axes)]
-    strides_bytes: Annotated[tuple[_I63, ...], Meta(max_length=_Axes)]
+    shape: Annotated[tuple[_Size, ...], Meta(max_length=_MAX_AXES)]
+    strides_bytes: Annotated[tuple[_I63, ...], Meta(max_length=_MAX_AXES)]
     dtype: _Name
     item_bytes: _Size
 

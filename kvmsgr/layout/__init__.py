@@ -9,7 +9,7 @@ from kvmsgr.layout.geometry import DescribedGroup, describe_cache, describe_grou
 from kvmsgr.layout.match import check_contexts, check_groups
 from kvmsgr.layout.pairing import build_templates
 from kvmsgr.layout.regions import RegionRange
-from kvmsgr.layout.sharding import Balance, Share, check_covered, divide, head_share
+from kvmsgr.layout.sharding import Balance, Share, check_covered, common_part, divide, head_share
 from kvmsgr.layout.template import PageSteps, Template
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "check_contexts",
     "check_covered",
     "check_groups",
+    "common_part",
     "context_template",
     "describe_cache",
     "describe_context",

@@ -117,10 +117,15 @@ class Balance:
 
     Args:
         num_ranks: Ranks of the messenger.
+
+    Attributes:
+        given_bytes: Of each rank.
+        unique_bytes: Of all, counting what several destination ranks want alike once.
     """
 
     def __init__(self, num_ranks: int) -> None:
         self.given_bytes = [0] * num_ranks
+        self.unique_bytes = 0
 
     def choose(self, copies: Sequence[int], cost_bytes: int, draw: int) -> int:
         """Give `cost_bytes` to the copy that was given least, and return its rank.
@@ -128,7 +133,7 @@ class Balance:
         Args:
             copies: Ranks that hold the same.
             cost_bytes: What is to be sent.
-            draw: A random number from 0 on; decides between equals.
+            draw: Any number from 0 on; decides between equals.
         """
         least = min(self.given_bytes[rank] for rank in copies)
         equals = [rank for rank in copies if self.given_bytes[rank] == least]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import zlib
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -98,6 +98,7 @@ class Delivery:
                 for target in stream.targets
                 for share in self._routes.shares[target][stream.group]
             ]
+        balance.unique_bytes += self._unique_bytes()
         if self._dispatch.context_slot >= 0:
             self._context = [
                 (
@@ -120,7 +121,21 @@ class Delivery:
         num_bytes = 0
         if stream is not None:
             num_bytes = stream.num_positions * self._routes.bytes_per_position(copies[0], target, stream.group)
-        return balance.choose(copies, num_bytes, secrets.randbits(32))
+        draw = f"{self._dispatch.request_id}/{target}/{'context' if stream is None else stream.group}"
+        return balance.choose(copies, num_bytes, zlib.crc32(draw.encode()))  # the same for the same requests
+
+    def _unique_bytes(self) -> int:
+        """What is sent, each row once."""
+        by_group: dict[int, list[_Stream]] = {}
+        for stream in self._streams.values():
+            by_group.setdefault(stream.group, []).append(stream)
+        return sum(
+            max(stream.num_positions for stream in streams)
+            * self._routes.unique_bytes_per_position(
+                group, frozenset(target for stream in streams for target in stream.targets)
+            )
+            for group, streams in by_group.items()
+        )
 
     # The pages
 

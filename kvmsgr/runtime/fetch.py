@@ -254,7 +254,16 @@ class Fetch:
             self._feed_leg(peer, legs.CountEqual())
 
     def rows_counted(self, rows: int) -> None:
-        self._feed(core.RowsCounted(rows))
+        """As many rows as the attempt expects: the legs together, and so each of them."""
+        wrong = self._wrong_legs()
+        if not wrong:
+            self._feed(core.RowsCounted(rows))
+            return
+        found = ", ".join(f"{landed} of {self._leg_rows[peer]} from {peer.name}" for peer, landed in wrong.items())
+        failure = Failure(Reason.overflow, f"the rows of the legs do not add up: {found} landed", rows, rows)
+        self._feed(core.LegFailed(failure))
+        for peer in wrong:
+            peer.lose(failure)
 
     def count_overflowed(self, rows: int) -> None:
         self._feed(core.CountOverflowed(rows))
@@ -427,15 +436,15 @@ class Fetch:
                         self._arrival.set_exception(self._error(failure))
                         self._arrival.exception()  # it may never be awaited; the log has said it
                 case core.FailPeers(failure):
-                    for peer in self._suspects():
+                    for peer in self._wrong_legs() or list(self._legs):
                         peer.lose(failure)
                 case core.ReleasePages():
                     self._release_pages()
 
-    def _suspects(self) -> list[PeerDriver]:
-        """The peers whose rows are too few or too many; all of them where it cannot be told."""
-        rows = {peer: self._node.fabric.state.slot_rows(*slot) for peer, slot in self._slots.items()}
-        return [peer for peer in rows if rows[peer] != self._leg_rows[peer]] or list(rows)
+    def _wrong_legs(self) -> dict[PeerDriver, int]:
+        """The legs of which other than the expected rows have landed, and how many."""
+        landed = {peer: self._node.fabric.state.slot_rows(*slot) for peer, slot in self._slots.items()}
+        return {peer: rows for peer, rows in landed.items() if rows != self._leg_rows[peer]}
 
     def _end(self, failure: Failure | None) -> None:
         self._failure = failure

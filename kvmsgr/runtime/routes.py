@@ -19,6 +19,7 @@ from kvmsgr.layout import (
     check_bounds,
     check_contexts,
     check_groups,
+    common_part,
     context_template,
     divide,
 )
@@ -92,6 +93,7 @@ class Routes:
         self._targets, self._beats = self._plan_links()
         self.templates: dict[tuple[int, int, int], list[Armed]] = {}
         self.context: dict[Pair, dict[str, Armed]] = {}
+        self._unique_bytes: dict[tuple[int, frozenset[int]], int] = {}
 
     # Plans
 
@@ -155,6 +157,19 @@ class Routes:
     def bytes_per_position(self, source: int, number: int, group: int) -> int:
         """What moves between two ranks."""
         return sum(plan.rows_per_position * plan.row_bytes for plan in self._plans[source, number, group])
+
+    def unique_bytes_per_position(self, group: int, targets: frozenset[int]) -> int:
+        """What moves to some ranks of the peer's, each row once however many of them want it. Remembered."""
+        if (group, targets) not in self._unique_bytes:
+            parts = [
+                common_part(self._memory.ranks[share.sources[0]].groups[group], self.ranks[target].groups[group])
+                for target in targets
+                for share in self.shares[target][group]
+            ]
+            rows = {(layer, head) for part in parts if part for layer in part.layers for head in part.heads}
+            row_bytes = sum(plane.row_bytes for plane in self._memory.groups[group].planes)
+            self._unique_bytes[group, targets] = len(rows) * row_bytes
+        return self._unique_bytes[group, targets]
 
     # Links
 

@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import get_args
 
 import structlog
 
@@ -59,6 +60,8 @@ class WorkerGroup:
     def __init__(self, num_ranks: int, layer_counters: LayerCounters, num_streams: int, num_slots: int) -> None:
         if not 1 <= num_ranks <= _MAX_RANKS:
             raise ConfigError(f"num_ranks is {num_ranks}; it must be in 1..{_MAX_RANKS}")
+        if layer_counters not in get_args(LayerCounters):
+            raise ConfigError(f"layer_counters is {layer_counters!r}; known are {', '.join(get_args(LayerCounters))}")
         if num_streams < 1:
             raise ConfigError(f"num_streams is {num_streams}; an engine has at least one")
         self.counters = SharedCounters(num_counters(layer_counters, num_ranks, num_streams), num_slots)

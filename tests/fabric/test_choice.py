@@ -22,6 +22,8 @@ from kvmsgr._ext import native
 from kvmsgr.errors import ConfigError, FabricUnavailableError
 from kvmsgr.fabric import leftovers
 from kvmsgr.fabric.choice import candidates
+from kvmsgr.fabric.inprocess import InProcessPoller
+from kvmsgr.fabric.interface import Poller
 from kvmsgr.fabric.libfabric import FabricSettings, open_fabric
 from kvmsgr.fabric.state_view import StateView
 
@@ -60,6 +62,41 @@ def test_peers_that_share_an_endpoint_do_not_meet_over_shm(tmp_path: Path) -> No
     assert opened.choice.provider in ("net", "tcp")
     assert opened.rotates
     opened.close()
+
+
+def wait_for(poller: Poller, kind: int) -> None:
+    deadline_s = time.monotonic() + 10
+    while kind not in {record[0] for record in poller.take(1)}:
+        assert time.monotonic() < deadline_s
+        if isinstance(poller, InProcessPoller):
+            poller.pump()
+
+
+@pytest.mark.parametrize("fabric", ["inprocess", "net"])
+def test_each_interface_has_its_own_memory_and_keys(fabric: str, tmp_path: Path) -> None:
+    memory = np.zeros(3072, np.uint8)
+    regions = [(memory.ctypes.data + 1024 * index, 1024, nics) for index, nics in enumerate([[0, 1], [1], [1]])]
+    two = replace(settings(fabric, True, tmp_path), nics=["127.0.0.1", "127.0.0.1"], fence="rotation")
+    opened = open_fabric(two, regions)
+    try:
+        keys: set[int] = set()
+        links = []
+        for nic in (0, 1):
+            links.append(opened.open_link(nic))
+            wait_for(opened.poller, native.LINK_OPENED)
+        for _ in range(2):
+            offered = [opened.poller.link_regions(link) for link in links]
+            assert [len(its) for its in offered] == [1, 3]
+            new = {key for its in offered for _, _, key in its}
+            assert len(new) == 4
+            assert not new & keys
+            keys |= new
+            opened.rotate()
+            wait_for(opened.poller, native.PORT_OPENED)
+            opened.close_old_port()
+            wait_for(opened.poller, native.PORT_CLOSED)
+    finally:
+        opened.close()
 
 
 def test_registered_memory_is_held_until_the_poller_has_stopped(tmp_path: Path) -> None:

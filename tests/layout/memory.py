@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -25,13 +26,31 @@ def raw(array: npt.NDArray[Any], dtype: str = "bfloat16") -> RawArray:
 
 @dataclass(frozen=True)
 class Shape:
-    """What both sides must have alike."""
+    """What a rank holds.
+
+    Args:
+        num_layers: Layers.
+        num_heads: Heads.
+        page_tokens: Tokens of a page.
+        widths: Elements of a row, by plane.
+        first_layer: Global index of the first layer.
+        head_start: Global index of the first head.
+        total_heads: Heads of the model; None: those of this rank.
+    """
 
     num_layers: int
     num_heads: int
     page_tokens: int
     widths: tuple[int, ...]
-    """Elements of a row, by plane."""
+    first_layer: int = 0
+    head_start: int = 0
+    total_heads: int | None = None
+
+    @property
+    def cells(self) -> set[tuple[int, int]]:
+        """(layer, head) of everything, by global index."""
+        layers = range(self.first_layer, self.first_layer + self.num_layers)
+        return set(product(layers, range(self.head_start, self.head_start + self.num_heads)))
 
 
 @dataclass(frozen=True)
@@ -40,15 +59,22 @@ class Memory:
 
     Args:
         arena: The bytes.
+        shape: What it holds.
         rows: [layer][plane] -> view of shape (page, head, token, dim).
         group: Its description.
         regions: Its regions.
     """
 
     arena: npt.NDArray[np.uint8]
+    shape: Shape
     rows: list[list[npt.NDArray[np.uint16]]]
     group: GroupLayout
     regions: list[RegionRange]
+
+    def cell(self, layer: int, head: int) -> list[npt.NDArray[np.uint16]]:
+        """By plane: view of shape (page, token, dim)."""
+        planes = self.rows[layer - self.shape.first_layer]
+        return [rows[:, head - self.shape.head_start] for rows in planes]
 
     def offset(self, region: int, base: int) -> int:
         """Place in the arena of an offset in a region."""
@@ -90,8 +116,15 @@ def memories(draw: st.DrawFn, shape: Shape, num_pages: int) -> Memory:
                 rows[index + offset] += list(of_layer.transpose(1, 0, 2, 3, 4))
         parts.append(part)
     assert end <= len(arena)
-    group, regions, _ = describe_group(parts, " ".join((*axes, "dim")), name="kv")
-    return Memory(arena, rows, group, regions)
+    group, regions, _ = describe_group(
+        parts,
+        " ".join((*axes, "dim")),
+        name="kv",
+        head_start=shape.head_start,
+        total_heads=shape.total_heads,
+        layers=range(shape.first_layer, shape.first_layer + shape.num_layers),
+    )
+    return Memory(arena, shape, rows, group, regions)
 
 
 def fill(memory: Memory, seed: int) -> None:
@@ -130,32 +163,34 @@ class Wire:
                 self.writes += 1
 
 
-def move(src: Memory, dst: Memory, places: Sequence[tuple[int, int, int]]) -> tuple[npt.NDArray[np.uint8], int]:
-    """Move (source page, destination page, token) element by element into a copy of the destination.
+def move(
+    src: Memory, dst: Memory, places: Sequence[tuple[tuple[int, int], tuple[int, int]]]
+) -> tuple[npt.NDArray[np.uint8], int]:
+    """Move (page, token) at the source to (page, token) at the destination, element by element, into a copy of it.
 
     Returns:
         The destination's bytes afterwards, and the rows moved.
     """
     before = dst.arena.copy()
     rows = 0
-    for src_planes, dst_planes in zip(src.rows, dst.rows, strict=True):
-        for src_rows, dst_rows in zip(src_planes, dst_planes, strict=True):
-            for src_page, dst_page, token in places:
-                dst_rows[dst_page, :, token] = src_rows[src_page, :, token]
-                rows += dst_rows.shape[1]
+    for layer, head in src.shape.cells & dst.shape.cells:
+        for src_rows, dst_rows in zip(src.cell(layer, head), dst.cell(layer, head), strict=True):
+            for src_place, dst_place in places:
+                dst_rows[dst_place] = src_rows[src_place]
+                rows += 1
     after = dst.arena.copy()
     dst.arena[:] = before
     return after, rows
 
 
-def mask(memory: Memory, places: Sequence[tuple[int, int]]) -> npt.NDArray[np.bool_]:
-    """Which bytes of the arena belong to the (page, token) places."""
+def mask(memory: Memory, cells: set[tuple[int, int]], places: Sequence[tuple[int, int]]) -> npt.NDArray[np.bool_]:
+    """Which bytes of the arena belong to the (page, token) places of some (layer, head) cells."""
     before = memory.arena.copy()
     memory.arena[:] = 0
-    for planes in memory.rows:
-        for rows in planes:
-            for page, token in places:
-                rows[page, :, token] = 0xFFFF
+    for layer, head in cells:
+        for rows in memory.cell(layer, head):
+            for place in places:
+                rows[place] = 0xFFFF
     found = memory.arena > 0
     memory.arena[:] = before
     return found

@@ -126,3 +126,125 @@ def test_bad_destinations_are_refused(spans: list[tuple[int, Pages]], message: s
 def test_a_bad_source_is_refused() -> None:
     with pytest.raises(LayoutError, match="source page 50 for the positions from 0 on: the group has 50 pages"):
         cursor().add_source(0, [50])
+
+
+def test_small_source_pages_fill_a_large_one() -> None:
+    request = PageCursor(11, [(2, [7, 9])], 2, 8, num_src_pages=50, num_dst_pages=10)
+    request.add_source(2, [21, 22, 23])
+    first = request.advance(5)
+    assert (first.pairs.tolist(), first.edges, first.num_positions) == ([[21, 7 * 4 + 1]], [], 2)
+    request.add_source(8, [24, 25])
+    last = request.advance(11)
+    assert last.pairs.tolist() == [[22, 30], [23, 31], [24, 36]]
+    assert (last.edges, last.num_positions) == ([(25, 37, 0, 1, True)], 7)
+    assert (request.finished, request.num_sources) == (True, 5)
+
+
+def test_a_large_source_page_fills_small_ones() -> None:
+    request = PageCursor(11, [(1, [5, 3, 4]), (8, [0, 9])], 8, 2, num_src_pages=50, num_dst_pages=10)
+    request.add_source(0, [6])
+    first = request.advance(7)
+    assert (first.pairs.tolist(), first.edges) == ([[25, 3], [26, 4]], [(24, 5, 1, 2, False)])
+    request.add_source(7, [6, 2])
+    last = request.advance(11)
+    assert (last.pairs.tolist(), last.edges) == ([[8, 0]], [(9, 9, 0, 1, True)])
+
+
+def test_a_source_page_that_is_held_in_part_is_not_held_before() -> None:
+    request = PageCursor(8, [(0, [1, 2, 3, 4])], 8, 2, num_src_pages=50, num_dst_pages=10)
+    request.add_source(3, [6])
+    with pytest.raises(LayoutError, match="position 0 is computed"):
+        request.advance(2)
+    request.add_source(0, [6])
+    assert len(request.advance(8).pairs) == 4
+
+
+def test_what_was_added_before_a_mark_stays() -> None:
+    request = cursor()
+    request.add_source(2, [1])
+    early = request.mark()
+    request.add_source(0, [1, 2])
+    late = request.mark()
+    request.add_source(0, [1, 2, 3])
+    assert request.num_sources == 3
+    request.restore(late)
+    assert request.num_sources == 2
+    assert request.advance(8).num_positions == 8
+    request.restore(early)
+    assert request.num_sources == 1
+    with pytest.raises(LayoutError, match="position 0 is computed"):
+        request.advance(4)
+    request.add_source(0, [1, 4, 3])
+    assert request.advance(10).pairs.tolist() == [[1, 90], [4, 91]]
+
+
+@pytest.mark.parametrize(
+    ("src_tokens", "dst_tokens", "num_src_pages", "num_dst_pages", "message"),
+    [
+        (16, 1, 1 << 27, 16, None),
+        (16, 1, (1 << 27) + 1, 16, "134217729 source pages of 16 units each"),
+        (1, 16, 16, (1 << 27) + 1, "134217729 destination pages of 16 units each"),
+    ],
+)
+def test_units_are_numbered_with_31_bits(
+    src_tokens: int, dst_tokens: int, num_src_pages: int, num_dst_pages: int, message: str | None
+) -> None:
+    def last_unit() -> PageCursor:
+        return PageCursor(
+            16, [(0, range(16))], src_tokens, dst_tokens, num_src_pages=num_src_pages, num_dst_pages=num_dst_pages
+        )
+
+    if message is None:
+        request = last_unit()
+        request.add_source(0, [num_src_pages - 1])
+        assert request.advance(16).pairs[-1].tolist() == [2**31 - 1, 15]
+    else:
+        with pytest.raises(LayoutError, match=message):
+            last_unit()
+
+
+def recurrent(num_positions: int = 100, spans: list[tuple[int, Pages]] | None = None) -> PageCursor:
+    spans = [(0, [90])] if spans is None else spans
+    return PageCursor(num_positions, spans, 1, 1, num_src_pages=50, num_dst_pages=100, recurrent=True)
+
+
+def test_a_state_goes_out_with_the_last_position() -> None:
+    request = recurrent()
+    request.add_source(0, [7])
+    assert request.advance(64).num_positions == 0
+    mark = request.mark()
+    request.add_source(64, [7])
+    writes = request.advance(100)
+    assert (writes.pairs.tolist(), writes.edges, writes.num_positions) == ([[7, 90]], [], 1)
+    assert (request.finished, request.num_sources) == (True, 1)
+    request.restore(mark)
+    assert request.advance(101).num_positions == 1
+    assert request.advance(101).num_positions == 0
+
+
+def test_a_state_may_be_named_late_or_not_be_wanted() -> None:
+    request = recurrent()
+    with pytest.raises(LayoutError, match="position 0 is computed"):
+        request.advance(100)
+    request.add_source(99, [7])
+    assert request.advance(100).pairs.tolist() == [[7, 90]]
+    for unwanted in (recurrent(spans=[]), recurrent(spans=[(0, [])]), recurrent(0)):
+        unwanted.add_source(0, [7])
+        assert unwanted.advance(100).num_positions == 0
+        assert unwanted.finished
+
+
+def test_a_recurrent_group_has_one_page() -> None:
+    request = recurrent()
+    request.add_source(0, [7])
+    with pytest.raises(LayoutError, match="source page 8 for the positions from 0 on: another span has given"):
+        request.add_source(50, [8])
+    with pytest.raises(LayoutError, match="source span with 2 pages: a recurrent group has one page"):
+        request.add_source(50, [7, 8])
+    with pytest.raises(LayoutError, match="source span from position -1"):
+        request.add_source(-1, [7])
+    for spans in ([(0, [1, 2])], [(1, [1])]):
+        with pytest.raises(LayoutError, match="a recurrent group has one page, from position 0"):
+            recurrent(spans=[(first, pages) for first, pages in spans])
+    with pytest.raises(LayoutError, match="another span has given"):
+        recurrent(spans=[(0, [1]), (0, [2])])

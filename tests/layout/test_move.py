@@ -8,24 +8,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmsgr.layout import PageCursor, build_templates, page_array
-from kvmsgr_protocol import Span, expected_rows, pack_pages
+from kvmsgr_protocol import Span, expected_rows, pack_pages, rows_per_position
 from tests.layout.memory import Memory, Shape, Wire, fill, mask, memories, move
 
-NUM_PAGES = 8
+MAX_POSITIONS = 32
+WIDTHS = st.sampled_from([(2,), (2, 2), (3, 2), (2, 2, 3)])
+PAGE_TOKENS = st.sampled_from([(1, 1), (2, 2), (3, 3), (4, 4), (1, 4), (4, 1), (2, 4), (4, 2), (2, 6), (6, 2)])
 
-SHAPES = st.builds(
-    Shape,
-    num_layers=st.integers(1, 3),
-    num_heads=st.integers(1, 3),
-    page_tokens=st.integers(1, 4),
-    widths=st.one_of(st.just((2,)), st.just((2, 2)), st.just((3, 2)), st.just((2, 2, 3))),
-)
+
+@st.composite
+def shapes(draw: st.DrawFn, widths: tuple[int, ...], page_tokens: int) -> Shape:
+    """Some of 4 layers and some of 3 heads."""
+    first_layer, head_start = draw(st.integers(0, 1)), draw(st.integers(0, 1))
+    num_layers, num_heads = draw(st.integers(1, 3)), draw(st.integers(1, 3 - head_start))
+    return Shape(num_layers, num_heads, page_tokens, widths, first_layer, head_start, total_heads=3)
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Memory, Memory]:
-    shape = draw(SHAPES, label="shape")
-    return draw(memories(shape, NUM_PAGES), label="source"), draw(memories(shape, NUM_PAGES + 1), label="destination")
+    widths = draw(WIDTHS, label="widths")
+    sides = []
+    for spare, page_tokens in enumerate(draw(PAGE_TOKENS, label="page tokens")):
+        shape = draw(shapes(widths, page_tokens), label="shape")
+        sides.append(draw(memories(shape, -(-MAX_POSITIONS // page_tokens) + spare), label="memory"))
+    return sides[0], sides[1]
 
 
 @st.composite
@@ -42,43 +48,47 @@ def destination_spans(draw: st.DrawFn, page_tokens: int, num_pages: int) -> list
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None)
-@given(cases(), st.data(), st.integers(1, 4 * NUM_PAGES), st.integers(0, 9))
+@settings(max_examples=300, deadline=None)
+@given(cases(), st.data(), st.integers(1, MAX_POSITIONS), st.integers(0, 9))
 def test_runs_move_what_arrays_move(
     case: tuple[Memory, Memory], data: st.DataObject, num_tokens: int, seed: int
 ) -> None:
     src, dst = case
     fill(src, seed)
     fill(dst, seed + 100)
-    page_tokens = src.group.page_tokens
-    num_tokens = min(num_tokens, page_tokens * NUM_PAGES)
-    spans = data.draw(destination_spans(page_tokens, dst.group.num_pages), label="spans")
-    src_pages = np.array(data.draw(st.permutations(range(NUM_PAGES)), label="source pages"))
+    src_tokens, dst_tokens = src.group.page_tokens, dst.group.page_tokens
+    spans = data.draw(destination_spans(dst_tokens, dst.group.num_pages), label="spans")
+    src_pages = np.array(data.draw(st.permutations(range(src.group.num_pages)), label="source pages"))
     stops = [*sorted(data.draw(st.sets(st.integers(0, num_tokens)), label="stops")), num_tokens - 1]
 
-    dst_of: dict[int, int] = {}  # position -> destination page
+    dst_of: dict[int, tuple[int, int]] = {}  # position -> destination page and token
     for first, pages in spans:
         for index, page in enumerate(pages):
-            start = (first // page_tokens + index) * page_tokens
-            dst_of |= dict.fromkeys(range(max(first, start), start + page_tokens), page)
+            start = (first // dst_tokens + index) * dst_tokens
+            dst_of |= {at: (page, at - start) for at in range(max(first, start), start + dst_tokens)}
     moved = [position for position in dst_of if position < num_tokens - 1]
-    after, rows = move(
-        src, dst, [(src_pages[position // page_tokens], dst_of[position], position % page_tokens) for position in moved]
-    )
-    last_page = (num_tokens - 2) // page_tokens
-    tail = [position for position in dst_of if position >= num_tokens - 1 and position // page_tokens == last_page]
-    loose = mask(dst, [(dst_of[position], position % page_tokens) for position in tail])
-    fixed = mask(dst, [(dst_of[position], position % page_tokens) for position in moved])
+    src_of = {position: (int(src_pages[position // src_tokens]), position % src_tokens) for position in moved}
+    after, rows = move(src, dst, [(src_of[position], dst_of[position]) for position in moved])
+    last_page = (num_tokens - 2) // dst_tokens
+    tail = [position for position in dst_of if position >= num_tokens - 1 and position // dst_tokens == last_page]
+    common = src.shape.cells & dst.shape.cells
+    loose = mask(dst, common, [dst_of[position] for position in tail])
+    fixed = mask(dst, common, [dst_of[position] for position in moved])
 
     cursor = PageCursor(
-        num_tokens - 1, spans, page_tokens, page_tokens, num_src_pages=NUM_PAGES, num_dst_pages=dst.group.num_pages
+        num_tokens - 1,
+        spans,
+        src_tokens,
+        dst_tokens,
+        num_src_pages=src.group.num_pages,
+        num_dst_pages=dst.group.num_pages,
     )
     templates = build_templates(src.group, dst.group)
     wire = Wire(src, dst)
     start = 0
     for stop in stops:
         if stop > start:
-            cursor.add_source(start, src_pages[start // page_tokens : -(-stop // page_tokens)])
+            cursor.add_source(start, src_pages[start // src_tokens : -(-stop // src_tokens)])
         writes = cursor.advance(stop)
         before = wire.rows
         for template in templates:
@@ -88,7 +98,8 @@ def test_runs_move_what_arrays_move(
 
     assert cursor.finished
     wired = [Span(0, first, pack_pages(pages)) for first, pages in spans]
-    assert wire.rows == rows == expected_rows(num_tokens, wired, [dst.group])
+    held = rows_per_position(dst.group, [src.group])
+    assert wire.rows == rows == expected_rows(num_tokens, wired, [dst.group], rows=[held])
     assert all(page_array(span.pages).tolist() == pages for span, (_, pages) in zip(wired, spans, strict=True))
     same = dst.arena == after
     assert same[~loose].all()

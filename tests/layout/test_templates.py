@@ -12,7 +12,7 @@ from kvmsgr.errors import LayoutMismatchError
 from kvmsgr.layout import build_templates, check_groups, describe_group
 from kvmsgr.layout.rowtable import RowTable
 from kvmsgr.types import RawArray
-from kvmsgr_protocol import MAX_ROWS, GroupLayout
+from kvmsgr_protocol import MAX_ROWS, GroupLayout, LayerEntry
 
 HND = "page plane head token dim"
 NHD = "page plane token head dim"
@@ -186,6 +186,7 @@ def changed(**changes: Any) -> GroupLayout:
         (changed(dtype="float16"), "dtype", "bfloat16", "float16"),
         (changed(item_bytes=1), "item_bytes", 2, 1),
         (group(HND, token=24), "page_tokens", 16, 24),
+        (changed(recurrent=True, page_tokens=1), "recurrent", False, True),
         (changed(total_heads=8), "total_heads", 4, 8),
         (group(HND, plane=1), "number of planes", 2, 1),
         (group(HND, dim=32), "row_bytes", [128, 128], [64, 64]),
@@ -211,3 +212,69 @@ def test_groups_are_compared_in_their_order() -> None:
         LayoutMismatchError, match=r"cache: groups differs: ours is \['kv'\], theirs is \['kv', 'window'\]"
     ):
         check_groups([one], [one, other])
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "src_page", "dst_page", "writes", "of_a_page"),
+    [
+        (group(HND, token=64), group(HND), (65536, 4, 2048), (16384, 1, 0), 3 * 8, 3 * 8),
+        (group(NHD), group(NHD, token=64), (16384, 1, 0), (65536, 4, 8192), 3 * 2, 3 * 2 * 4),
+        (group(NHD, plane=1, token=64), group(NHD, plane=1), (32768, 4, 8192), (8192, 1, 0), 3, 3),
+        (group(HND, token=64), group(HND, token=64), (65536, 1, 0), (65536, 1, 0), 3, 3),
+    ],
+)
+def test_a_unit_is_the_smaller_page(
+    src: GroupLayout,
+    dst: GroupLayout,
+    src_page: tuple[int, int, int],
+    dst_page: tuple[int, int, int],
+    writes: int,
+    of_a_page: int,
+) -> None:
+    templates = build_templates(src, dst)
+    assert {(template.src_page, template.dst_page) for template in templates} == {(src_page, dst_page)}
+    assert {template.unit_tokens for template in templates} == {min(src.page_tokens, dst.page_tokens)}
+    assert sum(template.writes_per_unit for template in templates) == writes
+    assert sum(template.writes_per_page for template in templates) == of_a_page
+
+
+def test_an_edge_lies_in_its_unit() -> None:
+    (template,) = build_templates(group(NHD, plane=1, token=64), group(NHD, plane=1))
+    (run,) = template.edge_runs(4 * 3 + 2, 5, 1, 3, False).tolist()
+    assert run == [3 * 32768 + 2 * 8192 + 512, 5 * 8192 + 512, 1024, 8]
+
+
+def test_only_what_both_sides_hold_is_moved() -> None:
+    src = msgspec.structs.replace(group(HND, head=2), head_start=1, total_heads=4)
+    dst = group(HND, head=4, layers=2)
+    (template,) = build_templates(src, dst)
+    assert template.runs.tolist() == [[0, 2048, 4096, 32]]
+    assert template.entries.tolist() == [
+        [layer, plane * 4096, layer, plane * 8192, layer + 1] for layer in range(2) for plane in range(2)
+    ]
+    assert template.rows_per_position == 2 * 2 * 2
+
+
+@pytest.mark.parametrize("theirs", [{"head_start": 2, "num_heads": 2}, {"entries": [LayerEntry(9, 0, 0, 0, 1)]}])
+def test_ranks_with_nothing_in_common_have_no_template(theirs: dict[str, Any]) -> None:
+    ours = msgspec.structs.replace(group(HND, head=2, plane=1), total_heads=4)
+    assert build_templates(ours, msgspec.structs.replace(group(HND, plane=1), **theirs)) == ()
+
+
+def test_planes_of_different_order_are_two_templates() -> None:
+    """Whole pages of both are one run; parts of them are not the same runs."""
+    keys = [RawArray(1 << 20, (4, 2, 16, 64), (4096, 2048, 128, 2), "bfloat16", 2)]
+    values = [RawArray(1 << 30, (4, 2, 16, 64), (4096, 128, 256, 2), "bfloat16", 2)]
+    layout, _, _ = describe_group([keys, values], "page head token dim", name="kv")
+    templates = build_templates(layout, layout)
+    assert [template.runs.tolist() for template in templates] == [[[0, 0, 4096, 32]]] * 2
+    assert [template.edge_runs(0, 0, 4, 8, False)[:, 3].tolist() for template in templates] == [[4, 4], [8]]
+
+
+def test_planes_whose_parts_lie_differently_never_join() -> None:
+    """The planes of a page join, but the parts of the planes of a larger one are not equally far apart."""
+    keys = [RawArray(0, (4, 2, 32, 64), (16384, 4096, 128, 2), "bfloat16", 2)]
+    values = [RawArray(8192, (4, 2, 32, 64), (16384, 128, 256, 2), "bfloat16", 2)]
+    large, _, _ = describe_group([keys, values], "page head token dim", name="kv")
+    assert len(build_templates(large, large)) == 1
+    assert len(build_templates(large, group(HND, head=2))) == 2

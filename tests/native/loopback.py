@@ -44,6 +44,7 @@ class Options(TypedDict, total=False):
     lease_ns: int
     spin: bool
     shared_endpoint: bool
+    nics: Sequence[str | None]
 
 
 class Node:
@@ -82,8 +83,8 @@ class Node:
             self.seen += batch
         return [record for record in self.seen if record[0] in kinds]
 
-    def open_link(self) -> int:
-        link = self.poller.open_link([secrets.randbits(63), secrets.randbits(63)])
+    def open_link(self, nic: int = 0) -> int:
+        link = self.poller.open_link([secrets.randbits(63), secrets.randbits(63)], nic)
         self.wait(native.LINK_OPENED, link)
         return link
 
@@ -128,6 +129,12 @@ class Pair:
         """Arms one transfer of whole pages, as a step of the source's counter."""
         transfer = (self.link, self.template, IMMEDIATE, tag, ready)
         return begin(self.source, [(transfer, pairs)], num_bumps, deadline_s)
+
+    def arm(self, parts: Sequence[tuple[int, int]], orders: Sequence[Sequence[int]], pairs: Pairs) -> list[int]:
+        """Arms a step on several counters; orders as the poller takes them, but for slices of `pairs`."""
+        raw = np.array(orders, dtype=np.int64).reshape(len(orders), len(orders[0]) if orders else len(ORDER_FIELDS))
+        pages = np.array(pairs, dtype=np.int32).reshape(-1, 2)
+        return self.source.poller.begin_step(parts, raw, pages, NO_EDGES, int(DEADLINE_S * 1e9))
 
     def begin_nothing(self, num_bumps: int = NUM_LAYERS) -> int:
         """A step of the source without transfers."""

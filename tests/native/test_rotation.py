@@ -244,6 +244,36 @@ def test_a_port_that_cannot_be_opened_changes_nothing(pair: Pair, provider: str)
     rotate(pair.target)
 
 
+def test_ports_are_opened_on_every_interface_or_on_none(provider: str) -> None:
+    """The interfaces have a number together, though the second gets its first port later."""
+    node = Node(provider, shared_endpoint=True, nics=["127.0.0.1", "127.0.0.1"])
+    node.open_link()
+    with pytest.raises(ValueError, match="1 lists of keys for 2 interfaces"):
+        node.poller.rotate([[1]])
+    with pytest.raises(ValueError, match="2 keys for 1 regions of interface 1"):
+        node.poller.rotate([[1], [2, 3]])
+    node.poller.rotate([[1], [2]])
+    assert node.wait(native.PORT_OPENED)[1] == 2
+    node.poller.close_port()
+    node.wait(native.PORT_CLOSED, 1)
+    second = node.open_link(nic=1)
+    assert native.debug_counters()["endpoints"] == 2, "the link on the second interface has found its port"
+    if provider != "shm":  # where each port has a domain of its own no key is taken
+        key = node.poller.link_regions(second)[0][2]
+        node.poller.rotate([[3], [key]])
+        assert node.wait(native.PORT_FAILED)[4] == native.FAILED_REGISTER
+        assert native.debug_counters()["endpoints"] == 2
+    node.poller.rotate([[4], [5]])
+    node.wait(native.PORT_OPENED)
+    node.poller.close_port()
+    node.wait(native.PORT_CLOSED)
+    node.poller.close_port()
+    node.wait(native.PORT_CLOSED)
+    assert not node.drain(native.PORT_CLOSED), "once for all interfaces"
+    assert native.debug_counters()["endpoints"] == 0
+    node.close()
+
+
 def test_calls_that_make_no_sense_are_refused(pair: Pair) -> None:
     node = Node(pair.source.poller.provider)
     with pytest.raises(RuntimeError, match="a port of its own"):

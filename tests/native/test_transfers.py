@@ -199,21 +199,15 @@ def test_arguments_that_make_no_sense_are_refused(pair: Pair) -> None:
         ([(0, 1), (0, 1)], "two parts"),
     ):
         with pytest.raises(ValueError, match=message):
-            begin_parts(pair, parts, [])
+            pair.arm(parts, [], [])
     good = [0, *order, 0, 1, 0, 0]
     for column, wrong in ((0, 1), (0, -1), (3, 1 << 32), (5, 2), (6, -1), (6, 2), (7, 2), (9, 1)):
         bad = [*good]
         bad[column] = wrong
         with pytest.raises(ValueError, match="transfer 1: "):
-            begin_parts(pair, [(0, NUM_LAYERS)], [good, bad])
+            pair.arm([(0, NUM_LAYERS)], [good, bad], [(0, 0)])
     with pytest.raises(ValueError, match="orders has 10 columns"):
-        begin_parts(pair, [(0, NUM_LAYERS)], [good[:9]])
+        pair.arm([(0, NUM_LAYERS)], [good[:9]], [(0, 0)])
     with pytest.raises(ValueError, match="was watched"):
         pair.source.poller.add_counter(pair.source.counter)
     assert native.debug_counters()["transfers"] == native.debug_counters()["steps"] == 0
-
-
-def begin_parts(pair: Pair, parts: list[tuple[int, int]], orders: list[list[int]]) -> list[int]:
-    """A step on several layer counters; there is one pair of pages."""
-    raw = np.array(orders, dtype=np.int64).reshape(len(orders), len(orders[0]) if orders else 10)
-    return pair.source.poller.begin_step(parts, raw, np.zeros((1, 2), np.int32), np.zeros((0, 4), np.uint64), 10**9)

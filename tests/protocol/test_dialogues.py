@@ -16,10 +16,9 @@ from kvmsgr_protocol import FrameReader, Message, WireError, encode
 from kvmsgr_protocol.answer import from_json, to_json
 from tests.loopback.engines import settle, until, within
 from tests.protocol.cluster import Nodes, nodes
-from tools.specification.dialogues import SETUP, dialogues
-from tools.specification.script import HELLO
+from tools.specification.dialogues import dialogues
+from tools.specification.script import HELLO, PROVIDER
 
-FABRIC = "net"
 END = {"t": "(closed)"}
 
 
@@ -208,15 +207,11 @@ async def live(nodes: Nodes, implementation: str) -> AsyncIterator[Wire]:
     yield Tap(peer._connection, peer)
 
 
-def test_the_provider_is_the_one_of_the_setup() -> None:
-    assert SETUP["provider"].partition(";")[0] == FABRIC
-
-
 @pytest.mark.parametrize(
     "dialogue", dialogues(), ids=lambda each: f"{each['implementation']}, {each['cache']}: {each['name']}"
 )
 async def test_a_messenger_answers_as_written(dialogue: dict[str, Any]) -> None:
-    async with nodes(dialogue["cache"], FABRIC) as messengers:
+    async with nodes(dialogue["cache"], PROVIDER) as messengers:
         match dialogue["begins"]:
             case "connected":
                 begin = connected(messengers)

@@ -219,6 +219,7 @@ ONLY_IN_SCHEMA = {
     "GroupLayout.total_heads: U31",
     "LayerEntry.plane: U32",
     "LayerEntry.region: U32",
+    "RankAttach.region_bytes: list[U63]",
 }
 """What no vector tells, because a rule between fields forbids such values anyway."""
 

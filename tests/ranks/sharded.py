@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from random import Random
 from typing import Any, TypeVar
 
@@ -18,6 +20,8 @@ from kvmsgr.layout import head_share
 Rows = npt.NDArray[np.uint16]
 T = TypeVar("T")
 POISON = 0xDEAD
+ITEM_BYTES = 2
+CONTEXT_BYTES = 32
 ORDERS = {
     "hnd": "layer page plane head token dim",
     "nhd": "layer page plane token head dim",
@@ -26,7 +30,8 @@ ORDERS = {
 
 @dataclass(frozen=True)
 class Group:
-    """A cache group of a whole model, before it is dealt to ranks. `window`: only so many positions at the end live."""
+    """A cache group of a whole model, before it is dealt to ranks. `window`: only so many positions at the end live.
+    `num_sharing`: so many layers at the end use the buffer of the one before them, and each layer has a tensor."""
 
     name: str = "kv"
     layers: tuple[int, ...] = (0, 1, 2)
@@ -38,6 +43,12 @@ class Group:
     order: str = "hnd"
     recurrent: bool = False
     window: int | None = None
+    num_sharing: int = 0
+
+    @property
+    def row_bytes(self) -> int:
+        """Of all planes of a head of a token of a layer."""
+        return self.planes * self.dim * ITEM_BYTES
 
     def first(self, num_positions: int) -> int:
         """The first position that is moved."""
@@ -73,6 +84,7 @@ class Sharding:
         return head_share(group.heads, self.tp, rank % self.tp)
 
 
+@lru_cache(maxsize=256)  # ranks that hold copies ask for the same
 def tagged(request: int, group: Group, layer: int, heads: range, positions: range) -> Rows:
     """What belongs there, shape (planes, heads, positions, dim): no two rows of a test are alike, or hardly any."""
     planes = np.arange(group.planes, dtype=np.uint32)[:, None, None, None]
@@ -89,18 +101,25 @@ class Shard:
     def __init__(self, group: Group, layers: tuple[int, ...], heads: range) -> None:
         self.group, self.layers, self.heads = group, layers, heads
         sizes = {
-            "layer": len(layers), "page": group.num_pages, "plane": group.planes, "head": len(heads),
+            "page": group.num_pages, "plane": group.planes, "head": len(heads),
             "token": 1 if group.recurrent else group.page_tokens, "dim": group.dim,
         }  # fmt: skip
-        axes = ORDERS[group.order].split()
-        self.array = np.full([sizes[axis] for axis in axes], POISON, np.uint16)
-        wanted = ("layer", "plane", "head", "page", "token", "dim")
-        self._rows = self.array.transpose([axes.index(axis) for axis in wanted])
+        _, *axes = ORDERS[group.order].split()
+        shape, num_buffers = [sizes[axis] for axis in axes], len(layers) - group.num_sharing
+        self._buffers = [min(index, num_buffers - 1) for index in range(len(layers))]
+        if group.num_sharing:
+            tensors = [np.full(shape, POISON, np.uint16) for _ in range(num_buffers)]
+            self._parts, self._dims = [[tensors[buffer] for buffer in self._buffers]], " ".join(axes)
+        else:
+            whole = np.full([num_buffers, *shape], POISON, np.uint16)
+            tensors, self._parts, self._dims = list(whole), [[whole]], ORDERS[group.order]
+        wanted = [axes.index(axis) for axis in ("plane", "head", "page", "token", "dim")]
+        self._rows = [tensor.transpose(wanted) for tensor in tensors]
 
     def describe(self) -> kvmsgr.CacheGroup:
         return kvmsgr.CacheGroup.from_tensors(
-            [self.array],
-            ORDERS[self.group.order],
+            self._parts,
+            self._dims,
             name=self.group.name,
             head_start=self.heads.start,
             total_heads=self.group.heads,
@@ -108,9 +127,12 @@ class Shard:
             recurrent=self.group.recurrent,
         )
 
+    def _rows_of(self, layer: int) -> Rows:
+        return self._rows[self._buffers[self.layers.index(layer)]]
+
     def _at(self, pages: Sequence[int], positions: range, first: int) -> tuple[Any, ...]:
         """Index of the rows of positions in a layer; `pages` begin with the one that holds `first`."""
-        tokens = self._rows.shape[4]
+        tokens = self._rows[0].shape[3]
         places = np.array(positions) - first // tokens * tokens
         return slice(None), slice(None), np.array(pages)[places // tokens], places % tokens
 
@@ -118,20 +140,43 @@ class Shard:
         """Compute rows. Layers and positions that are not here, or have left the window, are somebody else's."""
         if layer in self.layers and len(positions):
             rows = tagged(request, self.group, layer, self.heads, positions)
-            self._rows[self.layers.index(layer)][self._at(pages, positions, first)] = rows
+            self._rows_of(layer)[self._at(pages, positions, first)] = rows
 
     def check(self, request: int, pages: Sequence[int], num_positions: int, first: int) -> None:
-        """All rows are there, and every other page is as it was."""
+        """All rows are there, as the last of the layers that share a buffer computes them; what lies in the first page
+        before them is as it was."""
         positions = range(first, num_positions) if not self.group.recurrent else range(1)
-        for layer in self.layers:
-            found = self._rows[self.layers.index(layer)][self._at(pages, positions, first)]
-            wanted = tagged(request, self.group, layer, self.heads, positions)
-            wrong = np.argwhere((found != wanted).any(-1))
+        for index, layer in enumerate(self.layers):
+            if self._buffers[index] in self._buffers[index + 1 :]:
+                continue
+            rows = self._rows_of(layer)
+            wrong = np.argwhere(
+                (rows[self._at(pages, positions, first)] != tagged(request, self.group, layer, self.heads, positions))
+                .any(-1)
+            )  # fmt: skip
             assert not len(wrong), f"{self.group.name} {layer=}: wrong at (plane, head, position) {wrong[0].tolist()}"
+            if len(positions):
+                before = rows[:, :, pages[0], : first % rows.shape[3]]
+                assert (before == POISON).all(), f"{self.group.name} {layer=}: what lies before {first=} was written"
 
     def check_others(self, pages: Sequence[int]) -> None:
         others = [page for page in range(self.group.num_pages) if page not in set(pages)]
-        assert (self._rows[:, :, :, others] == POISON).all(), f"{self.group.name}: a page of nobody's was written"
+        for rows in self._rows:
+            assert (rows[:, :, others] == POISON).all(), f"{self.group.name}: a page of nobody's was written"
+
+    def found(self, layer: int, pages: Sequence[int], num_positions: int) -> Rows:
+        """The rows of a layer, shape (planes, heads, positions, dim)."""
+        return self._rows_of(layer)[self._at(pages, range(num_positions), 0)]
+
+    def fill(self, value: int) -> None:
+        """The same everywhere."""
+        for rows in self._rows:
+            rows[:] = value
+
+    def poison(self, pages: Sequence[int]) -> None:
+        """As if nothing had been written."""
+        for rows in self._rows:
+            rows[:, :, pages] = POISON
 
 
 @dataclass
@@ -144,7 +189,7 @@ class Node:
     hidden: list[npt.NDArray[np.uint16]]
     messengers: list[kvmsgr.Messenger]
     rng: Random
-    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    planning_s: list[float] = field(default_factory=list)  # of each call of begin_step
 
     @property
     def lead(self) -> kvmsgr.Messenger:
@@ -181,7 +226,7 @@ class Node:
         for start in range(0, num_positions, chunk):
             stop = min(start + chunk, num_positions)
             steps = [
-                messenger.begin_step([kvmsgr.Chunk(part, start, stop, spans)])
+                self._announce(messenger, kvmsgr.Chunk(part, start, stop, spans))
                 for messenger, part in zip(self.messengers, asked, strict=True)
             ]
             for step in steps:
@@ -194,6 +239,12 @@ class Node:
             self._compute_context(request, asked, steps)
         for part in asked:
             await part.released()
+
+    def _announce(self, messenger: kvmsgr.Messenger, chunk: kvmsgr.Chunk) -> kvmsgr.Step:
+        begun_s = time.perf_counter()
+        step = messenger.begin_step([chunk])
+        self.planning_s.append(time.perf_counter() - begun_s)
+        return step
 
     def _compute(
         self, request: int, layer: int, pages: Sequence[Sequence[int]], start: int, stop: int, num_positions: int
@@ -230,6 +281,35 @@ class Node:
 
     # Decode
 
+    async def receive(
+        self,
+        sources: Sequence[kvmsgr.Descriptor],
+        request: int,
+        num_tokens: int,
+        ranks: Sequence[int] | None = None,
+    ) -> list[kvmsgr.Arrival]:
+        """Fetch one request and check it byte by byte; then its pages are poisoned again."""
+        num_positions = num_tokens - 1
+        pages = self.draw_pages(num_positions)
+        fetches = [
+            messenger.fetch(
+                f"request {request}",
+                sources=sources,
+                tokens=range(num_tokens),
+                spans=self.spans(pages, num_positions),
+                ranks=ranks,
+            )
+            for messenger in self.messengers
+        ]
+        arrivals = [await fetch for fetch in fetches]
+        for fetch in fetches:
+            await within(fetch.released())
+        self.check(request, pages, num_positions, range(len(self.shards)) if ranks is None else ranks)
+        for shards in self.shards:
+            for shard, own in zip(shards, pages, strict=True):
+                shard.poison(own)
+        return arrivals
+
     def check(self, request: int, pages: Sequence[Sequence[int]], num_positions: int, ranks: Sequence[int]) -> None:
         """Every byte that was asked for is there; nothing else is touched."""
         for rank, shards in enumerate(self.shards):
@@ -264,7 +344,7 @@ async def node(
         [Shard(group, sharding.layers(group, rank), sharding.heads(group, rank)) for group in groups]
         for rank in range(sharding.num_ranks)
     ]
-    hidden = [np.zeros((4, 16), np.uint16) for _ in shards]
+    hidden = [np.zeros((4, CONTEXT_BYTES // ITEM_BYTES), np.uint16) for _ in shards]
     ranks = [
         kvmsgr.Rank(
             kvmsgr.Cache([shard.describe() for shard in own]),
@@ -295,42 +375,13 @@ async def move(
     ranks: Sequence[int] | None = None,
     accept: Sequence[int] | None = None,
 ) -> list[kvmsgr.Arrival]:
-    """One request from start to end, checked byte by byte; then the destination pages are poisoned again."""
-    num_positions = num_tokens - 1
-    pages = target.draw_pages(num_positions)
-    fetches = [
-        messenger.fetch(
-            f"request {request}",
-            sources=source.descriptors,
-            tokens=range(num_tokens),
-            spans=target.spans(pages, num_positions),
-            ranks=ranks,
-        )
-        for messenger in target.messengers
-    ]
+    """One request from start to end, checked byte by byte."""
     async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
-        waiting = [tasks.create_task(_arrival(fetch)) for fetch in fetches]
-        tasks.create_task(_serve(source, len(fetches), request, chunk, accept))
-    arrivals = [task.result() for task in waiting]
-    for fetch in fetches:
-        await within(fetch.released())
-    target.check(request, pages, num_positions, range(len(target.shards)) if ranks is None else ranks)
-    for shards in target.shards:
-        for shard in shards:
-            shard.array[:] = POISON
-    return arrivals
-
-
-async def _arrival(fetch: kvmsgr.Fetch) -> kvmsgr.Arrival:
-    return await fetch
+        receiving = tasks.create_task(target.receive(source.descriptors, request, num_tokens, ranks))
+        tasks.create_task(_serve(source, len(target.messengers), request, chunk, accept))
+    return receiving.result()
 
 
 async def _serve(source: Node, num: int, request: int, chunk: int, accept: Sequence[int] | None) -> None:
     for _ in range(num):
         await source.prefill(request, chunk, accept)
-
-
-def all_shards(nodes: Sequence[Node]) -> Iterator[Shard]:
-    for one in nodes:
-        for shards in one.shards:
-            yield from shards

@@ -1,4 +1,4 @@
-"""Whole messengers between two shardings, over the fabric inside one process: every byte, for every kind of mismatch."""
+"""Whole messengers between two shardings, over the fabric inside one process: every byte, every kind of mismatch."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ async def check(
 ) -> None:
     with use_air(Air(seed=3)):
         async with (
-            node("p", source, ours, fabric="net", **more) as prefiller,  # type: ignore[arg-type]
-            node("d", target, theirs, fabric="net", **more) as decoder,  # type: ignore[arg-type]
+            node("p", source, ours, fabric="inprocess", **more) as prefiller,  # type: ignore[arg-type]
+            node("d", target, theirs, fabric="inprocess", **more) as decoder,  # type: ignore[arg-type]
         ):
             for number, (num_tokens, chunk) in enumerate([(2, 99), (5, 99), (18, 7), (33, 8), (40, 99)]):
                 await move(prefiller, decoder, number, num_tokens, chunk=chunk)
@@ -73,8 +73,8 @@ async def test_a_messenger_a_rank(one_each: tuple[bool, bool], tps: tuple[int, i
     """Without a lead a request has several legs, and is fetched by several messengers."""
     with use_air(Air(seed=3)):
         async with (
-            node("p", [GQA], Sharding(tps[0]), fabric="net", one_each=one_each[0]) as prefiller,
-            node("d", [GQA], Sharding(tps[1]), fabric="net", one_each=one_each[1]) as decoder,
+            node("p", [GQA], Sharding(tps[0]), fabric="inprocess", one_each=one_each[0]) as prefiller,
+            node("d", [GQA], Sharding(tps[1]), fabric="inprocess", one_each=one_each[1]) as decoder,
         ):
             for number, num_tokens in enumerate([2, 18, 33]):
                 await move(prefiller, decoder, number, num_tokens, chunk=8)
@@ -84,8 +84,8 @@ async def test_a_messenger_a_rank(one_each: tuple[bool, bool], tps: tuple[int, i
 async def test_several_interfaces_a_rank(interfaces: tuple[int, int]) -> None:
     with use_air(Air(seed=3)):
         async with (
-            node("p", [GQA, MLA], Sharding(2), fabric="net", interfaces=interfaces[0]) as prefiller,
-            node("d", [GQA, MLA], Sharding(2), fabric="net", interfaces=interfaces[1]) as decoder,
+            node("p", [GQA, MLA], Sharding(2), fabric="inprocess", interfaces=interfaces[0]) as prefiller,
+            node("d", [GQA, MLA], Sharding(2), fabric="inprocess", interfaces=interfaces[1]) as decoder,
         ):
             for number, num_tokens in enumerate([2, 18, 33, 45]):
                 await move(prefiller, decoder, number, num_tokens, chunk=9)
@@ -95,8 +95,8 @@ async def test_ranks_of_data_parallel_attention() -> None:
     """A request lives on one rank of the prefiller and one of the decoder; the others see nothing of it."""
     with use_air(Air(seed=3)):
         async with (
-            node("p", [MLA], Sharding(4), fabric="net", layer_counters="rank") as prefiller,
-            node("d", [MLA], Sharding(4), fabric="net") as decoder,
+            node("p", [MLA], Sharding(4), fabric="inprocess", layer_counters="rank") as prefiller,
+            node("d", [MLA], Sharding(4), fabric="inprocess") as decoder,
         ):
             for number in range(8):
                 await move(prefiller, decoder, number, 30, ranks=[number % 4], accept=[3 - number // 2])
@@ -105,8 +105,8 @@ async def test_ranks_of_data_parallel_attention() -> None:
 async def test_context_comes_from_one_rank_to_each_that_wants_it() -> None:
     with use_air(Air(seed=3)):
         async with (
-            node("p", [GQA], Sharding(2), fabric="net", context=True) as prefiller,
-            node("d", [GQA], Sharding(4), fabric="net", context=True) as decoder,
+            node("p", [GQA], Sharding(2), fabric="inprocess", context=True) as prefiller,
+            node("d", [GQA], Sharding(4), fabric="inprocess", context=True) as decoder,
         ):
             [arrival] = await move(prefiller, decoder, 9, 21)
             assert sorted(arrival.contexts) == [0, 1, 2, 3]

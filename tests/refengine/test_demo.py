@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 
-from tools.refengine import prompts
-from tools.refengine.demo import parse
+from tools.refengine import demo as demo_module
+from tools.refengine import matrix, prompts
+from tools.refengine.models import RANDOM8
+from tools.refengine.options import make_plan, parse
 from tools.refengine.report import PromptReport, Report
 
 ROOT = Path(__file__).parents[2]
@@ -123,6 +125,56 @@ def check_legs(serving: list[dict[str, Any]], fetching: list[dict[str, Any]]) ->
     for leg in under_way:
         assert (leg["layers_seen"], leg["num_layers"]) == (15, 30)
         assert 0 < leg["rows_posted"] < leg["rows_expected"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--prefill-tp 3 --layout hnd:nhd --page-tokens 16:32 --groups 2",
+        "--model random8 --prefill-tp 2 --decode-tp 4 --counters rank --interfaces 2 --page-tokens 32:8",
+        "--model random8 --latent --prefill-tp 4 --decode-tp 2 --groups 2",
+        "--model random8 --decoders 3 --layout nhd:hnd",
+    ],
+)
+def test_two_sides_that_differ_give_the_same_bits(options: str, tmp_path: Path, two_questions: str) -> None:
+    report = report_of(tmp_path, "--prompt-file", two_questions, *options.split())
+    assert len(report["prompts"]) == (6 if "decoders" in options else 2)
+    early = [prompt["landed_early"] for prompt in report["prompts"]]
+    assert min(early) > 0.3  # the ranks of several processes too push layers while they compute
+
+
+def test_each_side_has_its_own_pages_layout_and_ranks() -> None:
+    arguments = "--model random8 --prefill-tp 4 --page-tokens 16:32 --layout nhd:hnd --groups 2 --decoders 2"
+    options = parse([*arguments.split(), "--new-tokens", "9"])
+    plan = make_plan(options, RANDOM8, [[5] * 201, [5] * 33])
+    assert (plan.prefiller.spec.num_ranks, plan.decoder.spec.num_ranks) == (4, 1)
+    assert (plan.prefiller.spec.layout, plan.decoder.spec.layout) == ("nhd", "hnd")
+    assert [group.page_tokens for group in plan.prefiller.spec.groups] == [16, 8]
+    assert [group.page_tokens for group in plan.decoder.spec.groups] == [32, 16]
+    assert plan.prefiller.num_pages == (13, 26)  # of the longer prompt; both together have more
+    assert plan.decoder.num_pages == (7 + 2, 14 - 8 + 3)  # of the window: positions 136 to 210, 0 to 42
+    assert list(plan.prompts["decode-1"]) == ["prompt-0-decode-1", "prompt-1-decode-1"]
+
+
+def test_options_that_do_not_fit_together_name_both(capsys: pytest.CaptureFixture[str]) -> None:
+    assert demo_module.main(["--model", "random8", "--decode-tp", "3"]) == 2
+    assert "--decode-tp 3 does not fit --model random8: 8 KV heads" in capsys.readouterr().err
+    for wrong in (["--page-tokens", "16:24"], ["--layout", "hnd:nhd:hnd"], ["--layout", "dhn"]):
+        with pytest.raises(SystemExit, match="2"):
+            parse(wrong)
+        assert f"'{wrong[1]}' is neither" in capsys.readouterr().err
+
+
+def test_the_matrix_has_every_promised_cell(capsys: pytest.CaptureFixture[str]) -> None:
+    assert matrix.main(["--list"]) == 0
+    cells = [parse(line.split()) for line in capsys.readouterr().out.splitlines()]
+    found = {(cell.prefill_tp, cell.decode_tp, cell.latent) for cell in cells}
+    assert found >= {(1, 1, False), (3, 3, False), (1, 3, False), (3, 1, False), (1, 1, True), (3, 1, True)}
+    assert {cell.layout for cell in cells} >= {("hnd", "nhd"), ("nhd", "hnd")}
+    assert {cell.page_tokens for cell in cells} >= {(16, 32), (32, 16)}
+    assert {2} <= {cell.groups for cell in cells}
+    assert 3 in {cell.decoders for cell in cells}
 
 
 def test_wrong_usage_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

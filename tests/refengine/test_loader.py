@@ -61,10 +61,15 @@ def test_config_weights_and_tokenizer_come_from_the_file(gguf: Path, tmp_path: P
     assert (config.num_layers, config.num_heads, config.num_kv_heads, config.end_token) == (1, 4, 2, 0)
     raw = {tensor.name: torch.tensor(tensor.data) for tensor in GGUFReader(gguf).tensors}
     assert torch.equal(checkpoint.weights["embedding"], raw["token_embd.weight"])
-    qkv = checkpoint.weights["0.qkv"]
-    assert qkv.shape == ((4 + 2 + 2) * HEAD_DIM, HIDDEN)
-    assert torch.equal(qkv[HIDDEN : HIDDEN + 2 * HEAD_DIM], raw["blk.0.attn_k.weight"])
-    assert torch.equal(checkpoint.weights["0.gate_up"][INTERMEDIATE:], raw["blk.0.ffn_up.weight"])
+    pieces = {name: weight[1] for name, weight in checkpoint.weights.items() if weight.dim() == 3}  # second KV head
+    assert torch.equal(pieces["0.query"], raw["blk.0.attn_q.weight"][2 * HEAD_DIM :])
+    assert torch.equal(pieces["0.kv"][:HEAD_DIM], raw["blk.0.attn_k.weight"][HEAD_DIM:])
+    assert torch.equal(pieces["0.kv"][HEAD_DIM:], raw["blk.0.attn_v.weight"][HEAD_DIM:])
+    assert torch.equal(pieces["0.attention_out"], raw["blk.0.attn_output.weight"][:, 2 * HEAD_DIM :])
+    assert torch.equal(pieces["0.gate_up"][: INTERMEDIATE // 2], raw["blk.0.ffn_gate.weight"][INTERMEDIATE // 2 :])
+    assert torch.equal(pieces["0.gate_up"][INTERMEDIATE // 2 :], raw["blk.0.ffn_up.weight"][INTERMEDIATE // 2 :])
+    assert torch.equal(pieces["0.down"], raw["blk.0.ffn_down.weight"][:, INTERMEDIATE // 2 :])
+    assert all(weight.is_contiguous() for weight in checkpoint.weights.values())
     assert checkpoint.tokenizer.encode("<|start|>abcab").ids == [1, 6, 5]
     assert checkpoint.tokenizer.decode([6, 5]) == "abcab"
 

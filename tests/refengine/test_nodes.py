@@ -13,18 +13,19 @@ import kvmsgr
 from kvmsgr.errors import ShortCountError
 from tests.refengine import tiny
 from tools.refengine.decode import DecodeNode, Delivery
-from tools.refengine.engine import Engine
-from tools.refengine.node import open_messenger
+from tools.refengine.engine import Engine, OnlyRank
+from tools.refengine.node import only_rank, open_messenger
 from tools.refengine.prefill import PrefillNode
 from tools.refengine.reference import run_alone
 from tools.refengine.selftest import difference_of
+from tools.refengine.spec import WINDOW_TOKENS
 
 NEW_TOKENS = 5
 PROMPTS = [torch.randint(3, 80, (length,)).tolist() for length in (70, 9, 1, 33, 130, 2)]
 
 
 class Pair:
-    """A prefill node with a small cache, and a decode node with a large one in the other layout."""
+    """A prefill node with a small cache, and a decode node with a large one of another layout and page size."""
 
     def __init__(self, source: kvmsgr.Messenger, prefill: Engine, target: kvmsgr.Messenger, decode: Engine) -> None:
         self.source, self.prefill, self.decode = source, prefill, decode
@@ -36,12 +37,12 @@ class Pair:
 
 
 @asynccontextmanager
-async def running_pair(fabric: str) -> AsyncIterator[Pair]:
-    prefill, decode = tiny.engine(num_pages=18, seed=1), tiny.engine(num_pages=64, layout="nhd", seed=2)
-    hidden = [torch.full((8, tiny.CONFIG.hidden), torch.nan) for _ in range(2)]
+async def running_pair(fabric: str, num_groups: int = 1) -> AsyncIterator[Pair]:
+    prefill = tiny.engine(18, tiny.spec(num_groups=num_groups), seed=1)
+    decode = tiny.engine(64, tiny.spec(16, "nhd", num_groups=num_groups), seed=2)
     async with (
-        await open_messenger("prefill", prefill, hidden[0], fabric) as source,
-        await open_messenger("decode", decode, hidden[1], fabric) as target,
+        await opened("prefill", prefill, fabric) as source,
+        await opened("decode", decode, fabric) as target,
         asyncio.TaskGroup() as group,
     ):
         pair = Pair(source, prefill, target, decode)
@@ -51,20 +52,30 @@ async def running_pair(fabric: str) -> AsyncIterator[Pair]:
             node.cancel()
 
 
+async def opened(name: str, engine: Engine, fabric: str) -> kvmsgr.Messenger:
+    assert isinstance(engine.ranks, OnlyRank)
+    hidden = torch.full((8, tiny.CONFIG.hidden), torch.nan)
+    rank = only_rank(engine.config, engine.spec, engine.ranks.caches, hidden, num_interfaces=2)
+    return await open_messenger(name, engine.checkpoint, [rank], fabric)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("fabric", ["net", "shm"])
-async def test_answers_are_bitwise_those_of_one_process_and_all_pages_come_back(fabric: str) -> None:
-    expected = run_alone(tiny.engine(), PROMPTS, NEW_TOKENS, step_tokens=1000)
-    async with asyncio.timeout(20), running_pair(fabric) as pair:
+@pytest.mark.parametrize(("fabric", "num_groups"), [("net", 1), ("shm", 1), ("net", 2)])
+async def test_answers_are_bitwise_those_of_one_process_and_all_pages_come_back(fabric: str, num_groups: int) -> None:
+    spec = tiny.spec(num_groups=num_groups)
+    expected = run_alone(tiny.engine(own_spec=spec), PROMPTS, NEW_TOKENS, step_tokens=1000)
+    async with asyncio.timeout(20), running_pair(fabric, num_groups) as pair:
         deliveries = await asyncio.gather(*(pair.answer(index) for index in range(len(PROMPTS))))
         await pair.prefiller.drained()
         await pair.decoder.quiet()
     for answer, delivery, prompt in zip(expected, deliveries, PROMPTS, strict=True):
         assert difference_of(answer, delivery.answer) is None
-        assert delivery.rows == (len(prompt) - 1) * 2 * 2 * 2 + (len(prompt) > 1)  # layers, planes, heads; hidden state
+        num_positions = len(prompt) - 1
+        in_window = min(num_positions, WINDOW_TOKENS) if num_groups == 2 else num_positions
+        assert delivery.rows == (num_positions + in_window) * 2 * 4 + (num_positions > 0)  # planes, heads; hidden state
     assert all(outcome.ok for outcome in pair.prefiller.outcomes.values())
-    assert pair.decode.cache.num_free == pair.decode.cache.num_pages
-    assert pair.prefill.cache.num_free == pair.prefill.cache.num_pages
+    assert tiny.all_free(pair.decode)
+    assert tiny.all_free(pair.prefill)
 
 
 @pytest.mark.slow
@@ -80,5 +91,5 @@ async def test_a_lost_write_fails_one_request_and_loses_no_page(fabric: str) -> 
     await pair.decoder.quiet()  # closing fences what a count could not prove
     assert 0 < raised.value.rows_landed < raised.value.rows_expected
     assert not pair.prefiller.outcomes["prompt-0"].ok
-    assert pair.decode.cache.num_free == pair.decode.cache.num_pages
-    assert pair.prefill.cache.num_free == pair.prefill.cache.num_pages
+    assert tiny.all_free(pair.decode)
+    assert tiny.all_free(pair.prefill)

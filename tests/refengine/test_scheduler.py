@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.refengine.scheduler import Job, PrefillScheduler
+from tools.refengine.scheduler import Holding, Job, PrefillScheduler
 
 
 def make_jobs(lengths: list[int]) -> list[Job]:
@@ -47,16 +47,16 @@ def test_prompts_share_a_step_and_pass_on_what_they_cannot_use() -> None:
 
 
 def test_a_prompt_waits_for_its_pages_and_for_those_before_it() -> None:
-    pages: dict[str, list[int] | None] = {"job-0": [1], "job-1": None, "job-2": [2]}
-    scheduler = PrefillScheduler(10, 3, lambda job: pages[job.request_id])
+    held: dict[str, list[Holding] | None] = {"job-0": [], "job-1": None, "job-2": []}
+    scheduler = PrefillScheduler(10, 3, lambda job: held[job.request_id])
     jobs = make_jobs([5, 5, 5])
     for job in jobs:
         scheduler.add(job)
     assert [piece.job for piece in scheduler.next_step()] == [jobs[0]]
     assert scheduler.next_step() == []
-    pages["job-1"] = [3, 4]
+    held["job-1"] = [Holding(8, 0, [3, 4])]
     assert [piece.job for piece in scheduler.next_step()] == jobs[1:]
-    assert jobs[1].pages == [3, 4]
+    assert jobs[1].held == [Holding(8, 0, [3, 4])]
 
 
 def test_a_dropped_prompt_is_not_computed_further() -> None:

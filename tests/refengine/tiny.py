@@ -1,22 +1,20 @@
-"""A model small enough for unit tests: two layers, random weights, no tokenizer worth the name."""
+"""A model small enough for unit tests: two layers, four KV heads, random weights, no tokenizer worth the name."""
 
 from __future__ import annotations
 
-import math
-
-import torch
 from tokenizers import Tokenizer, models
 
-from tools.refengine.cache import Layout, PagedCache
-from tools.refengine.engine import Engine
+from tools.refengine.engine import Engine, local_engine
 from tools.refengine.loader import Checkpoint, ModelConfig
+from tools.refengine.models import random_checkpoint
+from tools.refengine.spec import CacheSpec, Layout, make_groups
 
 CONFIG = ModelConfig(
     num_layers=2,
     hidden=48,
     intermediate=64,
-    num_heads=6,
-    num_kv_heads=2,
+    num_heads=8,
+    num_kv_heads=4,
     head_dim=16,
     vocab=80,
     rope_base=10000.0,
@@ -25,23 +23,20 @@ CONFIG = ModelConfig(
 )
 
 
-def checkpoint(seed: int = 0) -> Checkpoint:
-    generator = torch.Generator().manual_seed(seed)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator) / math.sqrt(shape[-1])
-
-    attention = CONFIG.num_heads * CONFIG.head_dim
-    kv = 2 * CONFIG.num_kv_heads * CONFIG.head_dim
-    weights = {"embedding": random(CONFIG.vocab, CONFIG.hidden) * 4, "norm": torch.ones(CONFIG.hidden)}
-    for layer in range(CONFIG.num_layers):
-        weights[f"{layer}.attention_norm"] = weights[f"{layer}.mlp_norm"] = torch.ones(CONFIG.hidden)
-        weights[f"{layer}.qkv"] = random(attention + kv, CONFIG.hidden)
-        weights[f"{layer}.attention_out"] = random(CONFIG.hidden, attention)
-        weights[f"{layer}.gate_up"] = random(2 * CONFIG.intermediate, CONFIG.hidden)
-        weights[f"{layer}.down"] = random(CONFIG.hidden, CONFIG.intermediate)
-    return Checkpoint(CONFIG, weights, Tokenizer(models.BPE()), "tiny")
+def checkpoint() -> Checkpoint:
+    return random_checkpoint("tiny", CONFIG, Tokenizer(models.BPE()))
 
 
-def engine(num_pages: int = 64, page_tokens: int = 8, layout: Layout = "hnd", seed: int = 0) -> Engine:
-    return Engine(checkpoint(), PagedCache(CONFIG, num_pages, page_tokens, layout, seed))
+def spec(
+    page_tokens: int = 8, layout: Layout = "hnd", *, num_groups: int = 1, latent: bool = False, num_ranks: int = 1
+) -> CacheSpec:
+    return CacheSpec(make_groups(CONFIG, page_tokens, num_groups), layout, latent, num_ranks)
+
+
+def engine(num_pages: int = 128, own_spec: CacheSpec | None = None, seed: int = 0) -> Engine:
+    own_spec = own_spec or spec()
+    return local_engine(checkpoint(), own_spec, [num_pages] * len(own_spec.groups), seed)
+
+
+def all_free(engine: Engine) -> bool:
+    return all(pool.num_free == pool.num_pages for pool in engine.pools)

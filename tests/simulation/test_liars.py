@@ -7,8 +7,10 @@ import asyncio
 import pytest
 
 import kvmsgr
+from kvmsgr.core.failure import Failure
 from kvmsgr.fabric.inprocess import Air
 from kvmsgr.runtime.peer import PeerDriver
+from kvmsgr.runtime.serve import COUNT_S
 from kvmsgr.testing.loop import simulate
 from kvmsgr_protocol import Finished, Message, Reason, Resume
 
@@ -69,6 +71,29 @@ def test_a_request_that_was_not_posted_cannot_have_finished() -> None:
             assert (outcome.ok, outcome.reason) == (False, Reason.protocol)
             assert outcome.rows_posted < rows
             await asyncio.wait_for(fetch.released(), SECONDS)
+
+    simulate(scenario, 0)
+
+
+def test_a_decoder_may_go_away_while_its_finished_is_looked_at_again() -> None:
+    """It is compared with the rows posted, and once more a moment later; the request may be over by then."""
+
+    async def scenario(air: Air) -> None:
+        wrong: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: wrong.append(context))
+        async with world(air) as (decoder, prefiller):
+            await go_live(decoder, prefiller)
+            await until(lambda: not prefiller.node.inbox.by_tag, "the first one is over")
+            prefiller.layer_s = 1.0
+            fetch = decoder.fetch("r", 7, prefiller, NUM_TOKENS, await decoder.take(num_pages_of(NUM_TOKENS)))
+            request = await offered(prefiller)
+            finished = Finished(request_id="r", attempt=fetch.attempt, rows=request.dispatch.expected_rows)
+            request.message_received(finished)
+            request.peer_lost(Failure(Reason.closed, "it is gone"))
+            assert (await asyncio.wait_for(request.outcome(), SECONDS)).reason is Reason.closed
+            await asyncio.wait_for(request.released(), SECONDS)
+            await asyncio.sleep(2 * COUNT_S)  # of simulated time
+        assert not wrong
 
     simulate(scenario, 0)
 

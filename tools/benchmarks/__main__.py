@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from . import native
+from . import native, planning
 
 
 def main() -> int:
@@ -16,10 +16,12 @@ def main() -> int:
     native.add_arguments(
         benchmarks.add_parser("native", help="the native layer beside a bare loop of fi_writedata and a bare spin loop")
     )
+    planning.add_arguments(benchmarks.add_parser("planning", help="what it costs the thread that calls begin_step"))
     options = parser.parse_args()
+    run = {"native": native.run, "planning": planning.run}[options.benchmark]
     try:
-        return 0 if native.run(options) else 1
-    except native.ERRORS as error:
+        return 0 if run(options) else 1
+    except (*native.ERRORS, *planning.ERRORS) as error:
         print(f"tools/bench: {error}", file=sys.stderr)
         return 2
 

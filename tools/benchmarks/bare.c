@@ -164,11 +164,11 @@ bool watch_layers(struct kv_layer_counter *c, uint64_t ticket, uint32_t num_bump
 {
     uint64_t limit_ns = kv_now_ns() + LIMIT_NS;
     for (uint32_t seen = 0; seen < num_bumps;) {
-        uint32_t bumps = kv_word_bumps(kv_counter_read(c, ticket));
+        uint32_t bumps = kv_word_bumps(kv_counter_read(c, c->num_slots, ticket));
         uint64_t now_ns = bumps > seen ? kv_now_ns() : 0;
         while (seen < bumps && seen < num_bumps)
             seen_ns[seen++] = now_ns;
-        for (int i = 0; i < 1000 && !now_ns && kv_word_bumps(kv_counter_read(c, ticket)) == bumps; i++)
+        for (int i = 0; i < 1000 && !now_ns && kv_word_bumps(kv_counter_read(c, c->num_slots, ticket)) == bumps; i++)
             ;
         if (!now_ns && kv_now_ns() > limit_ns)
             return false;

@@ -53,16 +53,18 @@ class Pair:
             runs = np.array([[0, 0, page_bytes, page_bytes // ROW_BYTES]], dtype=np.uint64)
             entries = np.zeros((num_layers, 5), dtype=np.int64)
             entries[:, 4] = np.arange(num_layers) + 1
-            arguments = runs, page_bytes, page_bytes, entries, ROW_BYTES, ITEM_BYTES
+            page = page_bytes, 1, 0
+            arguments = runs, page, page, entries, ROW_BYTES, ITEM_BYTES
             self._templates[key] = self.poller.add_template(self._link, *arguments)
         return self._templates[key]
 
     def arm(self, pages: Pages, page_bytes: int, num_layers: int = 1) -> int:
         """Arm a step that moves the pages once a layer. Returns its ticket."""
-        transfer = (self._link, self.template(page_bytes, num_layers), immediate(self._run), TAG, False)
+        order = 0, self._link, self.template(page_bytes, num_layers), immediate(self._run), TAG, 0, 0, len(pages), 0, 0
         no_edges = np.zeros((0, 4), dtype=np.uint64)
-        order = [transfer], pages, [0, len(pages)], no_edges, [0, 0]
-        return self.poller.begin_step(self._stream, num_layers, *order, DEADLINE_NS)
+        parts = [(self._stream, num_layers)]
+        (ticket,) = self.poller.begin_step(parts, np.array([order], dtype=np.int64), pages, no_edges, DEADLINE_NS)
+        return ticket
 
     def expect(self, pages: Pages, page_bytes: int, num_layers: int = 1) -> None:
         self._run += 1

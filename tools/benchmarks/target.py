@@ -77,7 +77,7 @@ class Node:
 
     def connect(self, link: int, peer: Link) -> None:
         address, regions, beat = peer
-        self.poller.connect_link(link, address, regions, WINDOW, beat)
+        self.poller.connect_link(link, [address], [(*region, 0) for region in regions], WINDOW, [(0, *beat)])
 
     def rest(self) -> None:
         """Wait until the poller sleeps: a young connection keeps it spinning, which would disturb the bare loop."""

@@ -43,38 +43,51 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return torch.stack((even * cosine - odd * sine, even * sine + odd * cosine), -1).flatten(-2)
 
 
-def attend(query: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def by_head(x: Tensor, weights: Tensor) -> Tensor:
+    """x [rows, in], or one a head [heads, rows, in], times each of weights [heads, out, in]: [heads, rows, out].
+
+    One product a head, whatever the number of heads: a rank that holds some of them gets the same bits.
+    """
+    inputs = x if x.dim() == 3 else [x] * len(weights)
+    return torch.stack([linear(own, weight) for own, weight in zip(inputs, weights, strict=True)])
+
+
+def attend(
+    query: Tensor, positions: Tensor, keys: Tensor, values: Tensor, *, key_start: int = 0, window: int | None = None
+) -> Tensor:
     """Causal attention of several sequences, each with the same number of queries.
 
     Args:
-        query: [sequences, tokens, heads, head_dim].
+        query: [kv_heads, sequences, tokens, share, head_dim]; `share` query heads use one KV head.
         positions: [sequences, tokens], ascending: where each query stands.
-        keys, values: [sequences, kv_heads, positions, head_dim]; the number of positions is a multiple of
-            `KEY_BLOCK`. What lies after a sequence's last query may hold anything, NaN too.
+        keys, values: [kv_heads, sequences, positions, head_dim]; the number of positions is a multiple of
+            `KEY_BLOCK`. What no query of a sequence sees may hold anything, NaN too.
+        key_start: Position of the first key; a multiple of `KEY_BLOCK`.
+        window: How many positions a query sees, its own included; None: all up to its own.
 
     Returns:
-        [sequences * tokens, heads * head_dim].
+        [kv_heads, sequences * tokens, share * head_dim].
     """
-    num_sequences, num_tokens, num_heads, head_dim = query.shape
-    num_kv_heads, num_keys = keys.shape[1:3]
-    share = num_heads // num_kv_heads  # query heads to one KV head
-    batch, num_rows = num_sequences * num_kv_heads, num_tokens * share
+    num_heads, num_sequences, num_tokens, share, head_dim = query.shape
+    num_keys = keys.shape[2]
+    batch, num_rows = num_heads * num_sequences, num_tokens * share
 
-    rows = query.view(num_sequences, num_tokens, num_kv_heads, share, head_dim).transpose(1, 2)
-    rows = pad_rows(rows.reshape(batch, num_rows, head_dim) * head_dim**-0.5)
-    stand = positions.repeat_interleave(share, 1).repeat_interleave(num_kv_heads, 0)
-    stand = F.pad(stand, (0, rows.shape[1] - num_rows))
-    key_positions = torch.arange(num_keys)
-    unseen = key_positions > positions[:, -1:]
-    values = values.masked_fill(unseen[:, None, :, None], 0.0).view(batch, num_keys, head_dim)
+    rows = pad_rows(query.reshape(batch, num_rows, head_dim) * head_dim**-0.5)
+    key_positions = torch.arange(key_start, key_start + num_keys)
+    stand = positions.repeat_interleave(share, 1).repeat(num_heads, 1)
+    stand = F.pad(stand, (0, rows.shape[1] - num_rows), value=key_start + num_keys - 1)[:, :, None]
+    hidden, unseen = key_positions > stand, key_positions > positions[:, -1:]
+    if window is not None:
+        hidden |= key_positions <= stand - window
+        unseen |= key_positions <= positions[:, :1] - window
+    values = values.masked_fill(unseen[:, :, None], 0.0).reshape(batch, num_keys, head_dim)
 
     scores = torch.bmm(rows, keys.reshape(batch, num_keys, head_dim).transpose(1, 2))
-    scores = scores.masked_fill_(key_positions > stand[:, :, None], -torch.inf)
+    scores = scores.masked_fill_(hidden, -torch.inf)
     weights = (scores - scores.amax(-1, keepdim=True)).exp()
     out, total = torch.zeros_like(rows), torch.zeros(batch, rows.shape[1], 1)
     for start in range(0, num_keys, KEY_BLOCK):
         block = slice(start, start + KEY_BLOCK)
         out += torch.bmm(weights[:, :, block], values[:, block])
         total += weights[:, :, block].sum(-1, keepdim=True)
-    out = (out / total)[:, :num_rows].view(num_sequences, num_kv_heads, num_tokens, share, head_dim)
-    return out.transpose(1, 2).reshape(num_sequences * num_tokens, num_heads * head_dim)
+    return (out / total)[:, :num_rows].reshape(num_heads, num_sequences * num_tokens, share * head_dim)

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 import kvmsgr
+from kvmsgr.workers import WorkerGroup
 
 from .engine import Engine, Generation
-from .node import model_thread
+from .node import RankWatch, model_thread
 from .reference import Answer
 from .scheduler import Job
 
@@ -35,14 +36,18 @@ class DecodeNode:
         engine: Model and cache.
         messenger: Opened over the engine's cache, with the context buffer "hidden".
         new_tokens: Most tokens to generate for a prompt.
+        workers: The processes of the engine's ranks, where they have their own.
     """
 
-    def __init__(self, engine: Engine, messenger: kvmsgr.Messenger, new_tokens: int) -> None:
+    def __init__(
+        self, engine: Engine, messenger: kvmsgr.Messenger, new_tokens: int, workers: WorkerGroup | None = None
+    ) -> None:
         self._engine, self._messenger, self._new_tokens = engine, messenger, new_tokens
         self._running: dict[Generation, asyncio.Future[None]] = {}
         self._releases: set[asyncio.Task[None]] = set()
         self._work = asyncio.Event()
         self._between_steps = asyncio.Lock()
+        self._watch = RankWatch(messenger, workers)
 
     async def answer(self, source: kvmsgr.Descriptor, request_id: str, prompt: list[int]) -> Delivery:
         """Have a prompt prefilled elsewhere, then generate from it here.
@@ -52,13 +57,16 @@ class DecodeNode:
             MemoryError: Not enough free pages.
         """
         started = time.monotonic()
-        cache = self._engine.cache
-        job = Job(request_id, prompt, cache.allocate(cache.pages_for(len(prompt) + self._new_tokens)))
-        pages = job.pages[: cache.pages_for(job.num_prefill)]
+        job = Job(request_id, prompt)
+        held = self._engine.allocate(len(prompt) + self._new_tokens, job.num_prefill)
+        if held is None:
+            raise MemoryError(f"not enough free pages for request {request_id!r}")
+        job.held = held
+        spans = self._spans(job)
         try:
-            fetch = self._messenger.fetch(request_id, sources=[source], tokens=prompt, spans=[kvmsgr.Span(0, 0, pages)])
+            fetch = self._messenger.fetch(request_id, sources=[source], tokens=prompt, spans=spans)
         except kvmsgr.errors.KvmsgrError:
-            cache.release(job.pages)  # nothing was asked for
+            await self._take_back(job)  # nothing was asked for
             raise
         generation = Generation(job)
         try:
@@ -74,7 +82,16 @@ class DecodeNode:
             self._releases.add(release)
             release.add_done_callback(self._releases.discard)
         answer = Answer(generation.tokens, torch.stack(generation.logits), hidden)
-        return Delivery(answer, len(pages), arrival.rows, arrived_s)
+        return Delivery(answer, sum(len(span.pages) for span in spans), arrival.rows, arrived_s)
+
+    def _spans(self, job: Job) -> list[kvmsgr.Span]:
+        """Where the KV of the prompt goes; of a window only what the last prefilled token's reaches."""
+        groups = zip(self._engine.spec.groups, job.held, strict=True)
+        return [
+            kvmsgr.Span(index, first, held.between(first, job.num_prefill))
+            for index, (group, held) in enumerate(groups)
+            for first in [group.first_needed(job.num_prefill)]
+        ]
 
     async def quiet(self) -> None:
         """Wait until the pages of all requests that are over are back."""
@@ -83,13 +100,26 @@ class DecodeNode:
     async def _release(self, fetch: kvmsgr.Fetch, job: Job) -> None:
         """Take the pages back, but only when no write can land in them any more and no step computes with them."""
         await fetch.released()
+        await self._take_back(job)
+
+    async def _take_back(self, job: Job) -> None:
         async with self._between_steps:
-            self._engine.cache.release(job.pages)
+            with self._watch.noticing():
+                await asyncio.to_thread(self._engine.release, job)
 
     async def run(self) -> None:
-        """Run decode steps until cancelled."""
+        """Run decode steps until cancelled.
+
+        Raises:
+            RankLost: A rank was lost, and every request has been failed.
+        """
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._run_steps())
+            group.create_task(self._watch.end(self.quiet))
+
+    async def _run_steps(self) -> None:
         loop = asyncio.get_running_loop()
-        with model_thread() as thread:
+        with model_thread() as thread, self._watch.noticing():
             while True:
                 self._work.clear()
                 async with self._between_steps:
@@ -106,9 +136,7 @@ class DecodeNode:
 
     def _run_step(self, batch: Sequence[Generation]) -> None:
         # No prompt is computed here, but the model signals its layers all the same, as a captured graph would.
-        signal = self._messenger.begin_step([]).signal
-        signal.start()
-        self._engine.decode(batch, signal.bump)
+        self._engine.decode(batch, self._messenger.begin_step([]).signals)
 
     def _take_context(self, arrival: kvmsgr.Arrival) -> Tensor:
         """The hidden state that came with the KV; zeros when nothing was prefilled."""

@@ -1,21 +1,71 @@
-"""An engine: one model, one paged cache, two kinds of step. It knows nothing of kvmsgr."""
+"""An engine: one model, one paged cache over one or several ranks, two kinds of step. It knows nothing of kvmsgr."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from .cache import PagedCache
+from .arithmetic import KEY_BLOCK
+from .cache import PagedCache, PagePool
 from .loader import Checkpoint
-from .model import Batch, Model
-from .scheduler import Job, Piece
+from .model import Batch, Shard, logits, only_rank
+from .scheduler import Holding, Job, Piece
+from .spec import CacheSpec
 
 
-def nothing() -> None:
-    """A layer callback for those who need none."""
+class Signal(Protocol):
+    """What a forward pass tells of itself: that it starts, and that one more layer is final."""
+
+    def start(self) -> None: ...
+    def bump(self) -> None: ...
+
+
+Pauses = Mapping[int, Callable[[], None]]
+"""What to call just before a layer is signalled, by the layer's index."""
+
+
+class Ranks(Protocol):
+    """The ranks of a node in lockstep. All calls come from one thread at a time."""
+
+    def forward(self, batches: Sequence[Batch], signals: Sequence[Signal], pauses: Pauses) -> Tensor:
+        """Run one forward pass on all ranks: `Shard.forward`.
+
+        Args:
+            batches: What it computes.
+            signals: None, one that rank 0 bumps for all, or one a rank.
+            pauses: What to call on the way.
+        """
+
+    def poison(self, group: int, pages: Sequence[int]) -> None:
+        """Fill pages with NaN on all ranks."""
+
+
+class OnlyRank:
+    """The one rank of a node that is not sharded: it runs in this process."""
+
+    def __init__(self, checkpoint: Checkpoint, spec: CacheSpec, num_pages: Sequence[int]) -> None:
+        self.caches = [
+            PagedCache(checkpoint.config, spec, group, num) for group, num in zip(spec.groups, num_pages, strict=True)
+        ]
+        self._shard = Shard(checkpoint, spec, 0, self.caches)
+
+    def forward(self, batches: Sequence[Batch], signals: Sequence[Signal], pauses: Pauses) -> Tensor:
+        def after_layer(layer: int) -> None:
+            if layer in pauses:
+                pauses[layer]()
+            for signal in signals:
+                signal.bump()
+
+        for signal in signals:
+            signal.start()
+        return self._shard.forward(batches, only_rank, after_layer)
+
+    def poison(self, group: int, pages: Sequence[int]) -> None:
+        self.caches[group].poison(pages)
 
 
 @dataclass(eq=False)
@@ -28,58 +78,121 @@ class Generation:
 
 
 class Engine:
-    """Runs prefill steps and decode steps over one cache."""
+    """Runs prefill steps and decode steps.
 
-    def __init__(self, checkpoint: Checkpoint, cache: PagedCache) -> None:
-        self.checkpoint, self.cache = checkpoint, cache
+    Args:
+        checkpoint: The model.
+        spec: How the cache is kept.
+        num_pages: Pages of each group.
+        ranks: What computes.
+        seed: Shuffles the order in which pages are handed out.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, spec: CacheSpec, num_pages: Sequence[int], ranks: Ranks, seed: int
+    ) -> None:
+        self.checkpoint, self.spec, self.ranks = checkpoint, spec, ranks
         self.config = checkpoint.config
-        self._model = Model(checkpoint)
+        self.pools = [PagePool(num, seed + index) for index, num in enumerate(num_pages)]
 
-    def allocate(self, num_tokens: int) -> list[int] | None:
-        """Pages for that many tokens, or None when there are not enough free ones."""
-        num_pages = self.cache.pages_for(num_tokens)
-        return self.cache.allocate(num_pages) if num_pages <= self.cache.num_free else None
+    def allocate(self, num_tokens: int, num_computed: int = 0) -> list[Holding] | None:
+        """Pages in every group for the positions below `num_tokens` that are needed once `num_computed` are computed.
 
-    def prefill(self, pieces: Sequence[Piece], after_layer: Callable[[], None] = nothing) -> Tensor:
+        Returns:
+            None when there are not enough free ones.
+        """
+        groups = list(zip(self.spec.groups, self.pools, strict=True))
+        if any(group.num_pages(num_computed, num_tokens) > pool.num_free for group, pool in groups):
+            return None
+        return [
+            Holding(
+                group.page_tokens,
+                group.first_needed(num_computed) // group.page_tokens,
+                pool.allocate(group.num_pages(num_computed, num_tokens)),
+            )
+            for group, pool in groups
+        ]
+
+    def slide(self, job: Job, num_computed: int) -> None:
+        """Give back the pages that no window reaches any more."""
+        for index, (group, held) in enumerate(zip(self.spec.groups, job.held, strict=True)):
+            self._free(index, held.take_before(group.first_needed(num_computed)))
+
+    def release(self, job: Job) -> None:
+        """Give back all pages of a job, poisoned."""
+        for index, held in enumerate(job.held):
+            self._free(index, held.pages)
+        job.held = []
+
+    def _free(self, group: int, pages: Sequence[int]) -> None:
+        if pages:
+            self.ranks.poison(group, pages)
+            self.pools[group].release(pages)
+
+    def prefill(self, pieces: Sequence[Piece], signals: Sequence[Signal] = (), pauses: Pauses | None = None) -> Tensor:
         """Compute pieces of several prompts. Returns the hidden state [pieces, hidden] of each one's last token."""
         batches = [
-            Batch(
-                tokens=torch.tensor([piece.job.prompt[piece.start : piece.stop]]),
-                positions=torch.arange(piece.start, piece.stop)[None],
-                table=self.cache.table([piece.job.pages], piece.stop),
-            )
-            for piece in pieces
+            self._batch([piece.job], [piece.job.prompt[piece.start : piece.stop]], [piece.start]) for piece in pieces
         ]
-        hidden = self._model.forward(batches, self.cache, after_layer)
-        last = torch.tensor([batch.tokens.numel() for batch in batches]).cumsum(0) - 1
-        return hidden[last]
+        hidden = self.ranks.forward(batches, signals, pauses or {})
+        for piece in pieces:
+            self.slide(piece.job, piece.stop)
+        return hidden
 
-    def decode(self, generations: Sequence[Generation], after_layer: Callable[[], None] = nothing) -> None:
+    def decode(self, generations: Sequence[Generation], signals: Sequence[Signal] = ()) -> None:
         """Generate one more token of each, in one batch; the first is computed from the prompt's last token."""
-        inputs = [(own.tokens or own.job.prompt)[-1] for own in generations]
-        positions = [own.job.num_prefill + len(own.tokens) for own in generations]
-        batch = Batch(
-            tokens=torch.tensor(inputs)[:, None],
-            positions=torch.tensor(positions)[:, None],
-            table=self.cache.table([own.job.pages for own in generations], max(positions) + 1),
-        )
-        logits = self._model.logits(self._model.forward([batch], self.cache, after_layer))
-        for own, row in zip(generations, logits, strict=True):
+        inputs = [[(own.tokens or own.job.prompt)[-1]] for own in generations]
+        starts = [own.job.num_prefill + len(own.tokens) for own in generations]
+        hidden = self.ranks.forward([self._batch([own.job for own in generations], inputs, starts)], signals, {})
+        for own, start, row in zip(generations, starts, logits(self.checkpoint, hidden), strict=True):
             if not row.isfinite().all():
                 raise FloatingPointError(
-                    f"request {own.job.request_id!r}: logits at position {own.job.num_prefill + len(own.tokens)} are "
-                    "not finite; the cache held something that was never written"
+                    f"request {own.job.request_id!r}: logits at position {start} are not finite; the cache held "
+                    "something that was never written"
                 )
             own.logits.append(row.clone())
             own.tokens.append(int(row.argmax()))
 
+    def _batch(self, jobs: Sequence[Job], tokens: Sequence[Sequence[int]], starts: Sequence[int]) -> Batch:
+        """Tokens of several jobs, the same number each, from position `starts[job]` on."""
+        num_tokens = len(tokens[0])
+        positions = torch.tensor(starts)[:, None] + torch.arange(num_tokens)
+        key_starts, tables = [], []
+        for index, group in enumerate(self.spec.groups):
+            first = 0 if group.window is None else max(0, min(starts) - group.window + 1)
+            key_starts.append(first // KEY_BLOCK * KEY_BLOCK)
+            tables.append(page_table([job.held[index] for job in jobs], key_starts[-1], max(starts) + num_tokens))
+        return Batch(torch.tensor(tokens), positions, tuple(tables), tuple(key_starts))
+
     def is_finished(self, generation: Generation, max_new_tokens: int) -> bool:
         return len(generation.tokens) >= max_new_tokens or generation.tokens[-1:] == [self.config.end_token]
 
-    def warm_up(self, after_layer: Callable[[], None] = nothing) -> None:
+    def warm_up(self, signals: Sequence[Signal] = ()) -> None:
         """One forward pass on a page of its own, so that the first request does not pay for touching the weights."""
-        job = Job("warm-up", [0, 0], self.cache.allocate(1))
-        try:
-            self.prefill([Piece(job, 0, 1)], after_layer)
-        finally:
-            self.cache.release(job.pages)
+        held = self.allocate(1)
+        if held is None:
+            raise MemoryError("there is no free page to warm up with")
+        job = Job("warm-up", [0, 0], held)
+        self.prefill([Piece(job, 0, 1)], signals)
+        self.release(job)
+
+
+def page_table(held: Sequence[Holding], key_start: int, num_tokens: int) -> Tensor:
+    """Pages [sequences, pages] of the positions from `key_start` to `num_tokens`, rounded up to whole blocks of keys.
+
+    Where a sequence holds no page the table says 0; attention masks those positions.
+    """
+    page_tokens = held[0].page_tokens
+    stop = -(-num_tokens // KEY_BLOCK) * KEY_BLOCK
+    table = torch.zeros(len(held), (stop - key_start) // page_tokens, dtype=torch.int64)
+    for row, own in zip(table, held, strict=True):
+        first = max(key_start // page_tokens, own.first_page)
+        pages = own.between(first * page_tokens, stop)
+        begin = first - key_start // page_tokens
+        row[begin : begin + len(pages)] = torch.tensor(pages, dtype=torch.int64)
+    return table
+
+
+def local_engine(checkpoint: Checkpoint, spec: CacheSpec, num_pages: Sequence[int], seed: int) -> Engine:
+    """An engine whose only rank runs in this process."""
+    return Engine(checkpoint, spec, num_pages, OnlyRank(checkpoint, spec, num_pages), seed)

@@ -15,7 +15,7 @@ from gguf import GGUFReader, dequantize
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-CACHE_VERSION = 1  # of the converted file: raise it when what is stored changes
+CACHE_VERSION = 2  # of the converted file: raise it when what is stored changes
 SYSTEM_PROMPT = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 CONTROL_TOKEN = 3  # GGUF token type
 
@@ -38,8 +38,20 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model on this machine. `fingerprint` names the exact weights: 16 hex digits of the file's SHA-256."""
+    """A model on this machine.
 
+    Attributes:
+        name: What people call the model.
+        config: Its shape.
+        weights: float32, by name. Those of a layer that a rank may hold a part of have a leading axis of KV heads:
+            `query` [kv_heads, share * head_dim, hidden], `kv` [kv_heads, 2 * head_dim, hidden] (the key comes first),
+            `attention_out` [kv_heads, hidden, share * head_dim]. So have the MLP's, whose inner axis is cut into as
+            many equal pieces: `gate_up` [kv_heads, 2 * piece, hidden] and `down` [kv_heads, hidden, piece].
+        tokenizer: Text to ids and back.
+        fingerprint: Names the exact weights, 16 hex digits.
+    """
+
+    name: str
     config: ModelConfig
     weights: dict[str, Tensor]
     tokenizer: Tokenizer
@@ -89,11 +101,11 @@ def load(gguf: Path | None = None, folder: Path | None = None) -> Checkpoint:
         write_atomically(converted, convert(source))
     stored = torch.load(converted, mmap=True, weights_only=True)
     tokenizer = Tokenizer.from_str(stored["tokenizer"])
-    return Checkpoint(ModelConfig(**stored["config"]), stored["weights"], tokenizer, fingerprint)
+    return Checkpoint("smollm2-135m", ModelConfig(**stored["config"]), stored["weights"], tokenizer, fingerprint)
 
 
 def convert(gguf: Path) -> dict[str, Any]:
-    """Read a GGUF file into plain values and float32 tensors; projections that share their input are fused."""
+    """Read a GGUF file into plain values and float32 tensors, cut by KV head."""
     reader = GGUFReader(gguf)
     meta = {name: field.contents() for name, field in reader.fields.items()}
     config = ModelConfig(
@@ -112,15 +124,23 @@ def convert(gguf: Path) -> dict[str, Any]:
     weights = {"embedding": raw["token_embd.weight"], "norm": raw["output_norm.weight"]}
     for layer in range(config.num_layers):
 
-        def fused(*parts: str, block: str = f"blk.{layer}") -> Tensor:
-            return torch.cat([raw[f"{block}.{part}.weight"] for part in parts])
+        def rows(part: str, block: str = f"blk.{layer}") -> Tensor:
+            """The weight, its outputs cut: [kv_heads, outputs of one, in]."""
+            weight = raw[f"{block}.{part}.weight"]
+            return weight.view(config.num_kv_heads, -1, weight.shape[1])
 
-        weights[f"{layer}.attention_norm"] = fused("attn_norm")
-        weights[f"{layer}.qkv"] = fused("attn_q", "attn_k", "attn_v")
-        weights[f"{layer}.attention_out"] = fused("attn_output")
-        weights[f"{layer}.mlp_norm"] = fused("ffn_norm")
-        weights[f"{layer}.gate_up"] = fused("ffn_gate", "ffn_up")
-        weights[f"{layer}.down"] = fused("ffn_down")
+        def columns(part: str, block: str = f"blk.{layer}") -> Tensor:
+            """The weight, its inputs cut: [kv_heads, out, inputs of one]."""
+            weight = raw[f"{block}.{part}.weight"]
+            return weight.view(len(weight), config.num_kv_heads, -1).transpose(0, 1).contiguous()
+
+        weights[f"{layer}.attention_norm"] = raw[f"blk.{layer}.attn_norm.weight"]
+        weights[f"{layer}.query"] = rows("attn_q").contiguous()
+        weights[f"{layer}.kv"] = torch.cat([rows("attn_k"), rows("attn_v")], 1)
+        weights[f"{layer}.attention_out"] = columns("attn_output")
+        weights[f"{layer}.mlp_norm"] = raw[f"blk.{layer}.ffn_norm.weight"]
+        weights[f"{layer}.gate_up"] = torch.cat([rows("ffn_gate"), rows("ffn_up")], 1)
+        weights[f"{layer}.down"] = columns("ffn_down")
     return {"config": asdict(config), "weights": weights, "tokenizer": build_tokenizer(meta).to_str()}
 
 

@@ -1,4 +1,4 @@
-"""The forward pass of a llama-like model over a paged cache."""
+"""The forward pass of a llama-like model over paged caches, as one rank computes its share of it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .arithmetic import attend, linear, rms_norm, rotary_table, rotate
+from .arithmetic import attend, by_head, linear, rms_norm, rotary_table, rotate
 from .cache import PagedCache
 from .loader import Checkpoint
+from .spec import CacheSpec
 
 MAX_POSITIONS = 8192
+
+Exchange = Callable[[Tensor], Tensor]
+"""From a rank's own terms of a sum [own heads, rows, hidden] to those of all ranks [heads, rows, hidden]."""
 
 
 @dataclass(frozen=True)
@@ -23,62 +27,122 @@ class Batch:
     Attributes:
         tokens: [sequences, tokens] ids.
         positions: [sequences, tokens], ascending.
-        table: [sequences, pages] page table, in whole blocks of keys.
+        tables: A group each: [sequences, pages] page table, in whole blocks of keys.
+        key_starts: A group each: the position at which its table begins.
     """
 
     tokens: Tensor
     positions: Tensor
-    table: Tensor
+    tables: tuple[Tensor, ...]
+    key_starts: tuple[int, ...]
 
 
-class Model:
-    """Weights and forward pass. Stateless: all state is in the cache that is passed in."""
+def only_rank(terms: Tensor) -> Tensor:
+    """The exchange of a rank that is alone."""
+    return terms
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self.config = checkpoint.config
-        self._weights = checkpoint.weights
-        self._cosine, self._sine = rotary_table(MAX_POSITIONS, self.config.head_dim, self.config.rope_base)
+
+@dataclass(frozen=True)
+class Rows:
+    """Where the tokens of a step stand.
+
+    Attributes:
+        cosine, sine: [rows, 1, head_dim / 2].
+        pages, offsets: A group each: [rows], where keys and values are stored.
+        sizes: How many rows each batch has.
+    """
+
+    cosine: Tensor
+    sine: Tensor
+    pages: list[Tensor]
+    offsets: list[Tensor]
+    sizes: list[int]
+
+
+class Shard:
+    """The heads of one rank, and its caches.
+
+    Attention and MLP are cut by KV head. Each head adds one term to the residual stream, and every rank adds the
+    terms of all heads in the same order: the number of ranks changes no bit.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, spec: CacheSpec, rank: int, caches: Sequence[PagedCache]) -> None:
+        self._config, self._weights, self.caches = checkpoint.config, checkpoint.weights, caches
+        self._heads = spec.heads(self._config, rank)
+        self._cosine, self._sine = rotary_table(MAX_POSITIONS, self._config.head_dim, self._config.rope_base)
+        self._places = {
+            layer: (group, index)
+            for group, cache in enumerate(caches)
+            for index, layer in enumerate(cache.group.layers)
+        }
 
     @torch.no_grad()
-    def forward(self, batches: Sequence[Batch], cache: PagedCache, after_layer: Callable[[], None]) -> Tensor:
+    def forward(self, batches: Sequence[Batch], exchange: Exchange, after_layer: Callable[[int], None]) -> Tensor:
         """Compute all tokens of a step and store their keys and values.
 
         Args:
             batches: What the step computes.
-            cache: Where keys and values go and come from.
-            after_layer: Called once a layer, after the attention output projection: the layer's KV is final then.
+            exchange: Meets the other ranks.
+            after_layer: Called with a layer's index after the exchange that follows its attention output projection:
+                what all ranks stored of it is final then.
 
         Returns:
-            Hidden states [tokens of the step, hidden] before the final norm, in the order of `batches`.
+            Hidden states [sequences of all batches, hidden] of each sequence's last token, before the final norm.
         """
-        config, weights = self.config, self._weights
-        positions = torch.cat([batch.positions.flatten() for batch in batches])
-        pages = torch.cat([batch.table.gather(1, batch.positions // cache.page_tokens).flatten() for batch in batches])
-        offsets = positions % cache.page_tokens
-        cosine, sine = self._cosine[positions], self._sine[positions]
-        sizes = [batch.tokens.numel() for batch in batches]
-        heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
-
+        weights, heads, rows = self._weights, self._heads, self._rows(batches)
         x = weights["embedding"][torch.cat([batch.tokens.flatten() for batch in batches])]
-        for layer in range(config.num_layers):
-            normed = rms_norm(x, weights[f"{layer}.attention_norm"], config.norm_epsilon)
-            qkv = linear(normed, weights[f"{layer}.qkv"]).view(len(x), -1, config.head_dim)
-            query, keys, values = torch.split(qkv, heads, 1)
-            cache.write(layer, pages, offsets, rotate(keys, cosine, sine), values)
-            queries = torch.split(rotate(query, cosine, sine), sizes)
-            attended = [
-                attend(own.view(*batch.tokens.shape, *own.shape[1:]), batch.positions, *cache.read(layer, batch.table))
-                for own, batch in zip(queries, batches, strict=True)
-            ]
-            x = x + linear(torch.cat(attended), weights[f"{layer}.attention_out"])
-            after_layer()
-            normed = rms_norm(x, weights[f"{layer}.mlp_norm"], config.norm_epsilon)
-            gate, up = linear(normed, weights[f"{layer}.gate_up"]).chunk(2, -1)
-            x = x + linear(F.silu(gate) * up, weights[f"{layer}.down"])
-        return x
+        for layer in range(self._config.num_layers):
+            attended = self._attention(layer, self._normed(x, layer, "attention_norm"), batches, rows)
+            for term in exchange(by_head(attended, weights[f"{layer}.attention_out"][heads])):
+                x = x + term
+            after_layer(layer)
+            gate, up = by_head(self._normed(x, layer, "mlp_norm"), weights[f"{layer}.gate_up"][heads]).chunk(2, -1)
+            for term in exchange(by_head(F.silu(gate) * up, weights[f"{layer}.down"][heads])):
+                x = x + term
+        lengths = torch.tensor([batch.tokens.shape[1] for batch in batches for _ in batch.tokens])
+        return x[lengths.cumsum(0) - 1]
 
-    @torch.no_grad()
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [rows, vocab] of hidden states [rows, hidden]."""
-        normed = rms_norm(hidden, self._weights["norm"], self.config.norm_epsilon)
-        return linear(normed, self._weights["embedding"])
+    def _rows(self, batches: Sequence[Batch]) -> Rows:
+        positions = torch.cat([batch.positions.flatten() for batch in batches])
+        pages, offsets = [], []
+        for group, cache in enumerate(self.caches):
+            page_tokens = cache.group.page_tokens
+            held = [(b.tables[group], (b.positions - b.key_starts[group]) // page_tokens) for b in batches]
+            pages.append(torch.cat([table.gather(1, index).flatten() for table, index in held]))
+            offsets.append(positions % page_tokens)
+        sizes = [batch.tokens.numel() for batch in batches]
+        return Rows(self._cosine[positions], self._sine[positions], pages, offsets, sizes)
+
+    def _normed(self, x: Tensor, layer: int, name: str) -> Tensor:
+        return rms_norm(x, self._weights[f"{layer}.{name}"], self._config.norm_epsilon)
+
+    def _attention(self, layer: int, normed: Tensor, batches: Sequence[Batch], rows: Rows) -> Tensor:
+        """Store the layer's keys and values, then attend to them: [own heads, rows, share * head_dim]."""
+        group, index = self._places[layer]
+        cache, dim = self.caches[group], self._config.head_dim
+        keys, values = by_head(normed, self._weights[f"{layer}.kv"][cache.heads]).chunk(2, -1)
+        cache.write(index, rows.pages[group], rows.offsets[group], self._rotate(keys, rows), values)
+        query = by_head(normed, self._weights[f"{layer}.query"][self._heads])
+        query = self._rotate(query, rows).view(*query.shape[:2], -1, dim)  # [head, row, share, dim]
+        attended = [
+            attend(
+                own.view(len(own), *batch.tokens.shape, *own.shape[2:]),
+                batch.positions,
+                *cache.read(index, batch.tables[group]),
+                key_start=batch.key_starts[group],
+                window=cache.group.window,
+            )
+            for own, batch in zip(torch.split(query, rows.sizes, 1), batches, strict=True)
+        ]
+        return torch.cat(attended, 1)
+
+    def _rotate(self, x: Tensor, rows: Rows) -> Tensor:
+        """Rotary embedding of x [heads, rows, several * head_dim]."""
+        return rotate(x.view(*x.shape[:2], -1, self._config.head_dim), rows.cosine, rows.sine).flatten(-2)
+
+
+@torch.no_grad()
+def logits(checkpoint: Checkpoint, hidden: Tensor) -> Tensor:
+    """Logits [rows, vocab] of hidden states [rows, hidden]."""
+    normed = rms_norm(hidden, checkpoint.weights["norm"], checkpoint.config.norm_epsilon)
+    return linear(normed, checkpoint.weights["embedding"])

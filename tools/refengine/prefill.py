@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 import kvmsgr
+from kvmsgr.workers import WorkerGroup
 
 from .engine import Engine
-from .node import model_thread
+from .node import RankWatch, model_thread
 from .scheduler import Job, Piece, PrefillScheduler
 
 
@@ -24,33 +25,36 @@ class PrefillNode:
     Args:
         engine: Model and cache.
         messenger: Opened over the engine's cache, with the context buffer "hidden".
+        workers: The processes of the engine's ranks, where they have their own.
         step_tokens: Tokens a step computes at most.
         max_running: Most prompts that share a step.
         post_at_end: Announce a request's pages only when all of it is computed, to show what pushing early is worth.
         before_last_signal: Called in the model's thread with a request's id, just before the last layer of its last
             chunk is signalled.
-        after_signal: Called in the model's thread after each layer signal of a step, with their number so far.
+        half_way: Called in the model's thread in the middle of every step.
     """
 
     def __init__(
         self,
         engine: Engine,
         messenger: kvmsgr.Messenger,
+        workers: WorkerGroup | None = None,
         *,
         step_tokens: int,
         max_running: int = 2,
         post_at_end: bool = False,
         before_last_signal: Callable[[str], None] = ignore,
-        after_signal: Callable[[int], None] = ignore,
+        half_way: Callable[[], None] | None = None,
     ) -> None:
         self._engine, self._messenger = engine, messenger
         self._post_at_end = post_at_end
-        self._before_last_signal, self._after_signal = before_last_signal, after_signal
+        self._before_last_signal, self._half_way = before_last_signal, half_way
         self._scheduler = PrefillScheduler(step_tokens, max_running, lambda job: engine.allocate(job.num_prefill))
         self._requests: dict[Job, kvmsgr.PrefillRequest] = {}
         self._followers: set[asyncio.Task[None]] = set()
         self._work = asyncio.Event()
         self._between_steps = asyncio.Lock()
+        self._watch = RankWatch(messenger, workers)
         self.outcomes: dict[str, kvmsgr.Outcome] = {}
 
     @property
@@ -59,9 +63,14 @@ class PrefillNode:
         return len(self._requests)
 
     async def run(self) -> None:
-        """Serve until cancelled."""
+        """Serve until cancelled.
+
+        Raises:
+            RankLost: A rank was lost, and every request has been failed.
+        """
         async with asyncio.TaskGroup() as group:
             group.create_task(self._run_steps())
+            group.create_task(self._watch.end(self.drained))
             async for request in self._messenger.requests():
                 job = Job(request.request_id, request.tokens.tolist())
                 self._requests[job] = request
@@ -82,15 +91,17 @@ class PrefillNode:
         await request.released()
         async with self._between_steps:  # the step under way may still compute into the pages of a failed request
             self._scheduler.drop(job)
-            self._engine.cache.release(job.pages)
+            with self._watch.noticing():
+                await asyncio.to_thread(self._engine.release, job)
             del self._requests[job]
         self._work.set()
         self.outcomes[job.request_id] = await request.outcome()
 
     async def _run_steps(self) -> None:
         loop = asyncio.get_running_loop()
-        with model_thread() as thread:
-            await loop.run_in_executor(thread, self._warm_up)
+        with model_thread() as thread, self._watch.noticing():
+            async with self._between_steps:
+                await loop.run_in_executor(thread, self._warm_up)
             while True:
                 self._work.clear()
                 async with self._between_steps:
@@ -103,38 +114,36 @@ class PrefillNode:
     # In the model's thread --------------------------------------------------------------------------------------------
 
     def _warm_up(self) -> None:
-        signal = self._messenger.begin_step([]).signal
-        signal.start()
-        self._engine.warm_up(signal.bump)
+        self._engine.warm_up(self._messenger.begin_step([]).signals)
 
     def _run_step(self, pieces: Sequence[Piece]) -> None:
         step = self._messenger.begin_step([] if self._post_at_end else [self._chunk(piece) for piece in pieces])
         ending = [piece for piece in pieces if piece.is_last]
-        num_layers = 0
 
-        def after_layer() -> None:
-            nonlocal num_layers
-            num_layers += 1
-            if num_layers == self._engine.config.num_layers:
-                for piece in ending:
-                    self._before_last_signal(piece.job.request_id)
-            step.signal.bump()
-            self._after_signal(num_layers)
+        def last_layer() -> None:
+            for piece in ending:
+                self._before_last_signal(piece.job.request_id)
 
-        step.signal.start()
-        hidden = self._engine.prefill(pieces, after_layer)
+        num_layers = self._engine.config.num_layers
+        pauses = {num_layers - 1: last_layer} if ending else {}
+        if self._half_way:
+            pauses[num_layers // 2] = self._half_way
+        hidden = self._engine.prefill(pieces, step.signals, pauses)
         for piece, state in zip(pieces, hidden, strict=True):
             context = self._requests[piece.job].context
             if piece.is_last and "hidden" in context:
                 torch.frombuffer(context["hidden"], dtype=torch.float32).copy_(state)
         if step.signals_context:
-            step.signal.bump()
+            for signal in step.signals:
+                signal.bump()
         if self._post_at_end and ending:
             self._messenger.begin_step([self._chunk(Piece(piece.job, 0, piece.stop), ready=True) for piece in ending])
 
     def _chunk(self, piece: Piece, *, ready: bool = False) -> kvmsgr.Chunk:
-        first_page = piece.start // self._engine.cache.page_tokens
-        pages = piece.job.pages[first_page : self._engine.cache.pages_for(piece.stop)]
-        return kvmsgr.Chunk(
-            self._requests[piece.job], piece.start, piece.stop, [kvmsgr.Span(0, piece.start, pages)], ready=ready
-        )
+        """The piece and the pages that hold it; of a window only what the decoder will need."""
+        spans = []
+        for index, (group, held) in enumerate(zip(self._engine.spec.groups, piece.job.held, strict=True)):
+            start = max(piece.start, group.first_needed(piece.job.num_prefill))
+            if start < piece.stop:
+                spans.append(kvmsgr.Span(index, start, held.between(start, piece.stop)))
+        return kvmsgr.Chunk(self._requests[piece.job], piece.start, piece.stop, spans, ready=ready)

@@ -134,7 +134,7 @@ class Children:
         ours, theirs = context.Pipe()
         log = self._log_folder / f"{name}.log" if self._log_folder else None
         arguments = (name, role, options, theirs, log, self._time_limit_s)
-        process = context.Process(target=child_main, name=name, args=arguments, daemon=True)
+        process = context.Process(target=child_main, name=name, args=arguments)  # no daemon: it may have children
         process.start()
         theirs.close()
         self._children[name] = Child(name, process, ours)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .engine import Engine, Generation
-from .scheduler import Job, PrefillScheduler
+from .scheduler import Holding, Job, PrefillScheduler
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,11 @@ def run_alone(
 ) -> list[Answer]:
     """Prefill and decode all prompts in this process. The cache must have pages for all of them at once."""
 
-    def allocate(job: Job) -> list[int]:
-        return engine.cache.allocate(engine.cache.pages_for(len(job.prompt) + new_tokens))
+    def allocate(job: Job) -> list[Holding]:
+        held = engine.allocate(len(job.prompt) + new_tokens)
+        if held is None:
+            raise MemoryError(f"not enough pages for all {len(prompts)} prompts at once")
+        return held
 
     jobs = [Job(f"prompt-{index}", prompt) for index, prompt in enumerate(prompts)]
     hidden = {job.request_id: torch.zeros(engine.config.hidden) for job in jobs}
@@ -42,7 +45,7 @@ def run_alone(
         if job.num_prefill:
             scheduler.add(job)
         else:
-            job.pages = allocate(job)
+            job.held = allocate(job)
     while pieces := scheduler.next_step():
         for piece, state in zip(pieces, engine.prefill(pieces), strict=True):
             hidden[piece.job.request_id] = state
@@ -51,5 +54,5 @@ def run_alone(
     while running := [own for own in generations if not engine.is_finished(own, new_tokens)]:
         engine.decode(running)
     for job in jobs:
-        engine.cache.release(job.pages)
+        engine.release(job)
     return [Answer(own.tokens, torch.stack(own.logits), hidden[own.job.request_id]) for own in generations]

@@ -7,56 +7,45 @@ import os
 import threading
 from dataclasses import dataclass
 
-import torch
-
 import kvmsgr
 from kvmsgr.inspect import landed_rows
 
-from .cache import Layout, PagedCache
 from .decode import DecodeNode, Delivery
-from .engine import Engine
-from .loader import load
-from .node import open_messenger
+from .opening import Node, open_node
 from .prefill import PrefillNode
 from .processes import Channel
+from .spec import NodeOptions
 
 
 @dataclass(frozen=True)
 class RoleOptions:
-    """Options of one process. `num_pages` and `seed` differ between the two, the rest need not.
+    """Options of one process. `post_at_end` and the faults are the prefiller's, which also stands still once, in the
+    middle of a step, where its node may be held."""
 
-    `hold_s`: the longest that the prefiller stands still once, in the middle of a step; 0: it does not.
-    """
-
-    num_pages: int
-    num_requests: int
-    seed: int
-    page_tokens: int
-    layout: Layout
-    fabric: str
-    step_tokens: int
+    node: NodeOptions
     new_tokens: int
     post_at_end: bool = False
     corrupt_write: int | None = None
     drop_write: int | None = None
-    hold_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class Ready:
-    """A process has opened its messenger. `fabric` is the provider and why it was taken."""
+    """A process has opened its messenger. `fabric` is the provider and why it was taken; `workers` are the processes of
+    its ranks, where they have their own."""
 
     descriptor: kvmsgr.Descriptor
     fabric: str
     state_path: str
     pid: int
+    workers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Serve:
-    """To the prefiller: serve, and look into the decoder's state file to see how much has landed."""
+    """To the prefiller: serve, and look into the decoders' state files, by request id, to see how much has landed."""
 
-    decoder_state_path: str
+    decoder_state_paths: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -96,85 +85,85 @@ class Served:
     num_bytes: int
 
 
-def make_engine(options: RoleOptions) -> Engine:
-    checkpoint = load()
-    cache = PagedCache(checkpoint.config, options.num_pages, options.page_tokens, options.layout, options.seed)
-    return Engine(checkpoint, cache)
-
-
-def ready(messenger: kvmsgr.Messenger) -> Ready:
+def ready(node: Node) -> Ready:
+    messenger = node.messenger
     assert messenger.state_path is not None
     fabric = f"{messenger.fabric.provider} ({messenger.fabric.why})"
-    return Ready(messenger.descriptor, fabric, messenger.state_path, os.getpid())
+    workers = tuple(node.workers.pids) if node.workers else ()
+    return Ready(messenger.descriptor, fabric, messenger.state_path, os.getpid(), workers)
 
 
 async def prefill(channel: Channel, options: RoleOptions) -> None:
     """The prefill process."""
-    engine = make_engine(options)
-    hidden = torch.zeros(options.num_requests, engine.config.hidden)
-    async with await open_messenger("prefill", engine, hidden, options.fabric, options.hold_s) as messenger:
-        await channel.run(serve(channel, options, engine, messenger))
+    async with open_node(options.node) as node:
+        await channel.run(serve(channel, options, node))
 
 
-async def serve(channel: Channel, options: RoleOptions, engine: Engine, messenger: kvmsgr.Messenger) -> None:
-    channel.send(ready(messenger))
+async def serve(channel: Channel, options: RoleOptions, node: Node) -> None:
+    channel.send(ready(node))
     order: Serve = await channel.receive()
     landed: dict[str, int] = {}
 
     def look(request_id: str) -> None:
-        landed[request_id] = landed_rows(order.decoder_state_path, request_id) or 0
-
-    loop, go_on = asyncio.get_running_loop(), threading.Event()
-    if not options.hold_s:
-        go_on.set()
-
-    def stand_still(num_signals: int) -> None:
-        """Once, in the middle of the first step that finds several requests alive."""
-        num_layers, num_alive = engine.config.num_layers, node.num_alive
-        if not go_on.is_set() and num_signals == num_layers // 2 and num_alive >= min(2, options.num_requests):
-            loop.call_soon_threadsafe(channel.send, Held(num_signals, num_layers, num_alive))
-            go_on.wait(options.hold_s)
-            go_on.set()
+        landed[request_id] = landed_rows(order.decoder_state_paths[request_id], request_id) or 0
 
     for kind, nth in (("flip", options.corrupt_write), ("drop", options.drop_write)):
         if nth is not None:
-            messenger.inject(kind, nth)
-    node = PrefillNode(
-        engine,
-        messenger,
-        step_tokens=options.step_tokens,
+            node.messenger.inject(kind, nth)
+    hold = Hold(channel, options.node)
+    prefiller = PrefillNode(
+        node.engine,
+        node.messenger,
+        node.workers,
+        step_tokens=options.node.step_tokens,
         post_at_end=options.post_at_end,
         before_last_signal=look,
-        after_signal=stand_still,
+        half_way=lambda: hold.stand_still(node.engine.config.num_layers, prefiller.num_alive),
     )
     async with asyncio.TaskGroup() as group:
-        running = group.create_task(node.run())
+        running = group.create_task(prefiller.run())
         try:
             while isinstance(await channel.receive(), GoOn):
-                go_on.set()
+                hold.go_on.set()
         finally:
-            go_on.set()  # else a held thread would keep us from ending early
-        await node.drained()
+            hold.go_on.set()  # else a held thread would keep us from ending early
+        await prefiller.drained()
         running.cancel()
-    stats = messenger.stats()
-    channel.send(Served(landed, node.outcomes, stats["posted_writes"], stats["posted_bytes"]))
+    stats = node.messenger.stats()
+    channel.send(Served(landed, prefiller.outcomes, stats["posted_writes"], stats["posted_bytes"]))
+
+
+class Hold:
+    """Stands still once, in the middle of the first step that finds several requests alive."""
+
+    def __init__(self, channel: Channel, options: NodeOptions) -> None:
+        self._channel, self._options = channel, options
+        self._loop = asyncio.get_running_loop()
+        self.go_on = threading.Event()
+        if not options.hold_s:
+            self.go_on.set()
+
+    def stand_still(self, num_layers: int, num_alive: int) -> None:
+        """In the model's thread, half-way through a step."""
+        if not self.go_on.is_set() and num_alive >= min(2, self._options.num_requests):
+            self._loop.call_soon_threadsafe(self._channel.send, Held(num_layers // 2, num_layers, num_alive))
+            self.go_on.wait(self._options.hold_s)
+            self.go_on.set()
 
 
 async def decode(channel: Channel, options: RoleOptions) -> None:
     """The decode process."""
-    engine = make_engine(options)
-    hidden = torch.full((options.num_requests, engine.config.hidden), torch.nan)
-    async with await open_messenger("decode", engine, hidden, options.fabric, options.hold_s) as messenger:
-        await channel.run(generate(channel, options, engine, messenger))
+    async with open_node(options.node) as node:
+        await channel.run(generate(channel, options, node))
 
 
-async def generate(channel: Channel, options: RoleOptions, engine: Engine, messenger: kvmsgr.Messenger) -> None:
-    channel.send(ready(messenger))
+async def generate(channel: Channel, options: RoleOptions, node: Node) -> None:
+    channel.send(ready(node))
     order: Generate = await channel.receive()
-    node = DecodeNode(engine, messenger, options.new_tokens)
+    decoder = DecodeNode(node.engine, node.messenger, options.new_tokens, node.workers)
     async with asyncio.TaskGroup() as group:
-        running = group.create_task(node.run())
-        answers = [node.answer(order.source, *prompt) for prompt in order.prompts.items()]
+        running = group.create_task(decoder.run())
+        answers = [decoder.answer(order.source, *prompt) for prompt in order.prompts.items()]
         deliveries: list[Delivery] = await asyncio.gather(*answers)
         running.cancel()
     channel.send(dict(zip(order.prompts, deliveries, strict=True)))

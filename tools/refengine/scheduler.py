@@ -7,6 +7,33 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 
+@dataclass
+class Holding:
+    """The pages that a job owns in one group, in order of position.
+
+    Attributes:
+        page_tokens: Tokens a page.
+        first_page: Index in the prompt of the first page that is held: it starts at `first_page * page_tokens`.
+        pages: Page indices in the cache.
+    """
+
+    page_tokens: int
+    first_page: int
+    pages: list[int]
+
+    def between(self, start: int, stop: int) -> list[int]:
+        """The pages of the positions [start, stop), as far as they are held."""
+        first, end = start // self.page_tokens, -(-stop // self.page_tokens)
+        return self.pages[max(0, first - self.first_page) : max(0, end - self.first_page)]
+
+    def take_before(self, position: int) -> list[int]:
+        """Give up the pages whose positions all lie before this one."""
+        num_pages = max(0, position // self.page_tokens - self.first_page)
+        taken, self.pages = self.pages[:num_pages], self.pages[num_pages:]
+        self.first_page += len(taken)
+        return taken
+
+
 @dataclass(eq=False)
 class Job:
     """One request inside one engine.
@@ -16,13 +43,13 @@ class Job:
     Attributes:
         request_id: Same on both sides.
         prompt: Token ids.
-        pages: Pages it owns in this engine's cache, in order of position.
+        held: What it owns in this engine's cache, a group each.
         num_computed: Positions whose KV is in the cache.
     """
 
     request_id: str
     prompt: list[int]
-    pages: list[int] = field(default_factory=list)
+    held: list[Holding] = field(default_factory=list)
     num_computed: int = 0
 
     @property
@@ -52,10 +79,10 @@ class PrefillScheduler:
     Args:
         step_tokens: Budget of a step; at least `max_running`.
         max_running: Most prompts that share a step.
-        allocate: Gives a job its pages, or None when there are not enough at the moment.
+        allocate: Gives a job its pages in all groups, or None when there are not enough at the moment.
     """
 
-    def __init__(self, step_tokens: int, max_running: int, allocate: Callable[[Job], list[int] | None]) -> None:
+    def __init__(self, step_tokens: int, max_running: int, allocate: Callable[[Job], list[Holding] | None]) -> None:
         if step_tokens < max_running:
             raise ValueError(f"a step of {step_tokens} tokens cannot be shared by {max_running} prompts")
         self._step_tokens, self._max_running, self._allocate = step_tokens, max_running, allocate
@@ -91,9 +118,9 @@ class PrefillScheduler:
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._max_running:
-            pages = self._allocate(self._waiting[0])
-            if pages is None:
+            held = self._allocate(self._waiting[0])
+            if held is None:
                 return
             job = self._waiting.popleft()
-            job.pages = pages
+            job.held = held
             self._running.append(job)

@@ -6,21 +6,26 @@ from dataclasses import replace
 
 import torch
 
-from .cache import Layout, PagedCache
-from .engine import Engine
+from .engine import local_engine
 from .loader import Checkpoint
 from .reference import Answer, run_alone
+from .spec import CacheSpec, Group, make_groups
 
 PROMPT_TOKENS = (330, 33, 1, 97)  # up to several blocks of keys: products split their sums from about 256 terms on
 NEW_TOKENS = 4
 NUM_LAYERS = 4  # all have the same shapes; a difference in the first shows in the logits
 
 
-def bitwise_difference(checkpoint: Checkpoint, seed: int = 0) -> str | None:
+def bitwise_difference(checkpoint: Checkpoint, num_groups: int = 1, seed: int = 0) -> str | None:
     """Run the same prompts in several ways and compare every logit and hidden state bit by bit.
 
     The first way computes each prompt by itself in one chunk; the others use odd chunks, shared steps, other page
-    sizes, the other layout and other batch sizes in decode.
+    sizes, another layout, latent rows and other batch sizes in decode.
+
+    Args:
+        checkpoint: The model; its first `NUM_LAYERS` layers are run.
+        num_groups: As in `make_groups`.
+        seed: Of the prompts and the order of pages.
 
     Returns:
         None when all agree, otherwise the first difference in words.
@@ -30,18 +35,21 @@ def bitwise_difference(checkpoint: Checkpoint, seed: int = 0) -> str | None:
     prompts = [
         torch.randint(3, checkpoint.config.vocab, (length,), generator=generator).tolist() for length in PROMPT_TOKENS
     ]
-    alone: list[Answer] = []
-    for prompt in prompts:
-        cache = PagedCache(checkpoint.config, 32, 16, "hnd", seed)
-        alone += run_alone(Engine(checkpoint, cache), [prompt], NEW_TOKENS, step_tokens=1024)
 
-    ways: list[tuple[Layout, int, int, int]] = [("nhd", 8, 61, 3), ("hnd", 32, 7, 2)]
-    for layout, page_tokens, step_tokens, max_running in ways:
-        cache = PagedCache(checkpoint.config, 96, page_tokens, layout, seed + 1)
-        together = run_alone(Engine(checkpoint, cache), prompts, NEW_TOKENS, step_tokens, max_running)
+    def run(spec: CacheSpec, some: list[list[int]], step_tokens: int, max_running: int) -> list[Answer]:
+        num_pages = [sum(group.num_pages(0, len(prompt) + NEW_TOKENS) for prompt in some) for group in spec.groups]
+        return run_alone(local_engine(checkpoint, spec, num_pages, seed), some, NEW_TOKENS, step_tokens, max_running)
+
+    def groups(page_tokens: int) -> tuple[Group, ...]:
+        return make_groups(checkpoint.config, page_tokens, num_groups)
+
+    alone = [run(CacheSpec(groups(16)), [prompt], 1024, 1)[0] for prompt in prompts]
+    ways = [(CacheSpec(groups(8), "nhd"), 61, 3), (CacheSpec(groups(32), latent=True), 7, 2)]
+    for spec, step_tokens, max_running in ways:
+        together = run(spec, prompts, step_tokens, max_running)
         for index, (expected, found) in enumerate(zip(alone, together, strict=True)):
             if difference := difference_of(expected, found):
-                way = f"layout {layout}, pages of {page_tokens}, {max_running} prompts in {step_tokens} tokens a step"
+                way = f"{spec}, {max_running} prompts in {step_tokens} tokens a step"
                 return f"{way}: prompt {index}: {difference}"
     return None
 

@@ -44,6 +44,7 @@ from tools.specification.script import (
     NUM_TOKENS,
     PAGE_TOKENS,
     PAGES,
+    PROVIDER,
     Step,
     attach,
     dispatch,
@@ -60,7 +61,8 @@ SETUP = {
     "cache": f"one group, kv: {PAGES} pages of {PAGE_TOKENS} tokens, {HEADS} heads, {LAYERS} layers, K and V, rows of "
     "4 elements of bfloat16; no context buffers. Who holds what of it is in `caches`",
     "caches": {name: cluster.about for name, cluster in CLUSTERS.items()},
-    "provider": "net; the name of another, where it is used, takes its place in what is sent",
+    "provider": f"{PROVIDER}; where it is another, its name and an address of its kind take the place of those "
+    "that are sent. Nobody listens there",
     "max_requests": "more than one",
 }
 """What the implementation under test must be set up with."""

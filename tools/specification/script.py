@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +43,7 @@ CLUSTERS = {
 }
 
 NUM_TOKENS, NUM_ROWS = 7, 6 * HEADS * LAYERS * 2
+PROVIDER, ADDRESS = "net", struct.pack("<H", 2) + struct.pack(">H", 9) + bytes([127, 0, 0, 1]) + bytes(8)
 HELLO = wire.Hello(
     wire.PROTOCOL_VERSIONS, [], "ab" * 16, "vectors", "vectors", wire.Identity("test", ["prefiller", "decoder"])
 )
@@ -94,12 +96,14 @@ def part(layers: range, heads: range) -> wire.GroupLayout:
     return replace(layout, entries=entries, head_start=heads.start, total_heads=HEADS)
 
 
+def nic(beat_slot: int) -> wire.Endpoint:
+    """One that nobody listens at, with one region."""
+    return replace(endpoint(ADDRESS, 1, beat_slot), provider=PROVIDER)
+
+
 def attach(*groups: wire.GroupLayout, region_bytes: int = 1 << 20) -> wire.Attach:
     """A rank with one network interface for each of the groups."""
-    ranks = [
-        wire.RankAttach(rank, [layout], [region_bytes], [endpoint(b"vectors", 1, rank)])
-        for rank, layout in enumerate(groups)
-    ]
+    ranks = [wire.RankAttach(rank, [layout], [region_bytes], [nic(rank)]) for rank, layout in enumerate(groups)]
     return wire.Attach(ranks, 0.5, 2.0)
 
 

@@ -7,7 +7,6 @@ from msgspec.structs import replace
 import kvmsgr_protocol as wire
 from kvmsgr_protocol import Reason
 from kvmsgr_protocol.answer import to_json
-from tests.protocol.samples import endpoint
 from tools.specification.script import (
     ACCEPTED,
     BROKEN,
@@ -23,6 +22,7 @@ from tools.specification.script import (
     dispatch,
     expect,
     failed,
+    nic,
     on,
     send,
 )
@@ -126,7 +126,7 @@ def legs_of_a_decoder() -> dict[str, list[Step]]:
 
 def rotations() -> dict[str, list[Step]]:
     """Rotate that does not name what Attach has named."""
-    new = endpoint(b"vectors", 1, 0)
+    new = nic(beat_slot=0)
     first, second = (wire.RankFabric(rank, [new]) for rank in range(2))
 
     def rotate(*ranks: wire.RankFabric) -> list[Step]:

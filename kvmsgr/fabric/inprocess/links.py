@@ -174,7 +174,7 @@ def hearts_of(targets: Sequence[bytes], regions: Sequence[RemoteAt], beats: Sequ
         ValueError: It names a target that there is not, or none, or heartbeats carry rows.
     """
     if not targets:
-        raise ValueError("no targets; want every endpoint of the peer that this link writes to or hears")
+        raise ValueError("no targets; want each endpoint of the peer that this link writes to or hears")
     for index, region in enumerate(regions):
         if not 0 <= region[3] < len(targets):
             raise ValueError(f"region {index} of the peer is reached through target {region[3]} of {len(targets)}")

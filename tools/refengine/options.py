@@ -1,0 +1,160 @@
+"""The command line of the demo, and what it means for the nodes."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .loader import ModelConfig
+from .models import NAMES
+from .spec import CacheSpec, NodeOptions, check_ranks, make_groups
+
+LONGEST_HOLD_S = 3600
+
+
+def parser(program: str, description: str | None) -> argparse.ArgumentParser:
+    """The options of one transfer."""
+    result = argparse.ArgumentParser(
+        program,
+        description=description,
+        epilog="Exit codes: 0 every logit row is equal, 1 something differs or failed, 2 wrong usage, 130 interrupted.",
+    )
+    add = result.add_argument
+    add("--model", choices=NAMES, default=NAMES[0], help=f"default: {NAMES[0]}; random8 is small and means nothing")
+    add("--prompts", type=positive, default=8, metavar="N", help="number of built-in prompts (default: 8)")
+    add("--prompt-file", type=Path, metavar="FILE", help="your own prompts instead, separated by blank lines")
+    add("--new-tokens", type=positive, default=24, metavar="N", help="most tokens to generate a prompt (default: 24)")
+    add("--chunk-tokens", type=positive, default=64, metavar="N", help="tokens a prefill step computes (default: 64)")
+    add("--prefill-tp", type=positive, default=1, metavar="N", help="ranks of the prefiller (default: 1)")
+    add("--decode-tp", type=positive, default=1, metavar="N", help="ranks of a decoder (default: 1)")
+    add("--decoders", type=positive, default=1, metavar="N", help="decoders; each answers all prompts (default: 1)")
+    page_tokens = sides("8, 16, 32 or 64", {str(num): num for num in (8, 16, 32, 64)}.__getitem__)
+    add("--page-tokens", type=page_tokens, default="16", metavar="P[:D]", help="tokens a page (default: 16)")
+    layout = sides("hnd or nhd", {name: name for name in ("hnd", "nhd")}.__getitem__)
+    add("--layout", type=layout, default="hnd", metavar="P[:D]", help="order inside a page: hnd, nhd (default: hnd)")
+    add("--latent", action="store_true", help="cache one row a token for all heads, the same on every rank")
+    add("--groups", type=int, choices=(1, 2), default=1, help="2: every other layer has a sliding window")
+    add("--counters", choices=("lead", "rank"), default="lead", help="who signals layers: rank 0 for all, or each rank")
+    add("--interfaces", type=positive, default=1, metavar="N", help="network interfaces a rank, all the same one")
+    add("--provider", choices=("auto", "shm", "net", "tcp"), default="auto", help="libfabric provider (default: auto)")
+    add("--seed", type=int, default=0, metavar="N", help="shuffles the pages (default: 0)")
+    add("--post-at-end", action="store_true", help="send a prompt's pages only when all of it is computed")
+    add("--corrupt-write", type=positive, metavar="N", help="flip a byte in the Nth write; the demo must notice")
+    add("--drop-write", type=positive, metavar="N", help="lose the Nth write; the demo must notice")
+    add(
+        "--hold",
+        type=positive,
+        nargs="?",
+        const=LONGEST_HOLD_S,
+        default=0,
+        metavar="S",
+        help="stand still in the middle of the transfers for S seconds (or until Enter), to look at them",
+    )
+    add("--json", type=Path, metavar="FILE", help="write the report there too")
+    add("--time-limit", type=positive, default=300, metavar="S", help="seconds for everything (default: 300)")
+    add("-v", "--verbose", action="store_true", help="show the logs of all processes")
+    return result
+
+
+def positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return number
+
+
+def sides(known: str, value: Callable[[str], object]) -> Callable[[str], tuple[object, object]]:
+    """A type of argument: one value for both sides, or two, "prefill:decode"."""
+
+    def parse(text: str) -> tuple[object, object]:
+        parts = text.split(":")
+        try:
+            first, second = [value(part) for part in (parts * 2 if len(parts) == 1 else parts)]
+        except (KeyError, ValueError):
+            raise argparse.ArgumentTypeError(f"{text!r} is neither {known}, nor two of these as in P:D") from None
+        return first, second
+
+    return parse
+
+
+def parse(arguments: Sequence[str] | None, program: str = "tools/demo", about: str | None = None) -> argparse.Namespace:
+    """Read the command line; wrong usage ends the process with 2."""
+    reader = parser(program, about)
+    options = reader.parse_args(arguments)
+    if options.hold and options.post_at_end:
+        reader.error("--hold shows transfers under way; --post-at-end has none while a step runs")
+    return options
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who does what.
+
+    Attributes:
+        prefiller, decoder: Options of the nodes; all decoders have the same but for their name.
+        prompts: Of each decoder, by request id; all answer the same.
+    """
+
+    prefiller: NodeOptions
+    decoder: NodeOptions
+    prompts: dict[str, dict[str, list[int]]]
+
+
+def make_plan(options: argparse.Namespace, config: ModelConfig, prompts: Sequence[list[int]]) -> Plan:
+    """What the options ask for, with pages for these prompts.
+
+    Raises:
+        ValueError: Options do not fit together or the model; names both values.
+    """
+    for option, num_ranks in (("--prefill-tp", options.prefill_tp), ("--decode-tp", options.decode_tp)):
+        try:
+            check_ranks(config, num_ranks)
+        except ValueError as error:
+            raise ValueError(f"{option} {num_ranks} does not fit --model {options.model}: {error}") from None
+    names = ["decode"] if options.decoders == 1 else [f"decode-{index}" for index in range(options.decoders)]
+    prefiller, decoder = (
+        CacheSpec(make_groups(config, page_tokens, options.groups), layout, options.latent, num_ranks)
+        for page_tokens, layout, num_ranks in zip(
+            options.page_tokens, options.layout, (options.prefill_tp, options.decode_tp), strict=True
+        )
+    )
+    # At the prefiller there are too few pages for all: they are used again while others travel.
+    sources = [[group.num_pages(0, len(prompt)) for prompt in prompts] for group in prefiller.groups]
+    targets = [
+        sum(group.num_pages(len(prompt) - 1, len(prompt) + options.new_tokens) for prompt in prompts)
+        for group in decoder.groups
+    ]
+    common = {
+        "model": options.model,
+        "step_tokens": options.chunk_tokens,
+        "fabric": options.provider,
+        "num_interfaces": options.interfaces,
+        "every_rank_bumps": options.counters == "rank",
+        "hold_s": options.hold,
+    }
+    return Plan(
+        prefiller=NodeOptions(
+            name="prefill",
+            spec=prefiller,
+            num_pages=tuple(max(max(pages), sum(pages) // 2) for pages in sources),
+            num_requests=len(prompts) * len(names),
+            seed=options.seed + 1,
+            **common,
+        ),
+        decoder=NodeOptions(
+            name="decode",
+            spec=decoder,
+            num_pages=tuple(targets),
+            num_requests=len(prompts),
+            seed=options.seed,
+            **common,
+        ),
+        prompts={
+            name: {
+                f"prompt-{index}" if len(names) == 1 else f"prompt-{index}-{name}": prompt
+                for index, prompt in enumerate(prompts)
+            }
+            for name in names
+        },
+    )
