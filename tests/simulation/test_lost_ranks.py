@@ -66,12 +66,14 @@ async def half_landed(source: Node, target: Node, number: int, pages: range) -> 
 
 def write_all_over(one: Halfway) -> None:
     for [shard] in one.target.shards:
-        shard.array[:, one.pages[0]] = NEXT_OWNER
+        for rows in shard._rows:
+            rows[:, :, one.pages[0]] = NEXT_OWNER
 
 
 def check_canary(one: Halfway) -> None:
     for rank, [shard] in enumerate(one.target.shards):
-        assert (shard.array[:, one.pages[0]] == NEXT_OWNER).all(), f"rank {rank} was written after its pages were free"
+        for rows in shard._rows:
+            assert (rows[:, :, one.pages[0]] == NEXT_OWNER).all(), f"rank {rank} was written after its pages were free"
 
 
 async def check_lost(one: Halfway, air: Air, held: list[bytes]) -> None:
@@ -119,7 +121,7 @@ def test_one_rail_that_is_cut_ends_the_whole_epoch(fence: str, interface: int) -
             forward(lost, lost.num_positions // 2)
             await check_lost(lost, air, [cut])
             for [shard] in d.shards:
-                shard.array[:] = POISON
+                shard.fill(POISON)
             await move(p, d, 3, NUM_TOKENS)
             await move(q, d, 4, NUM_TOKENS)
 
