@@ -87,7 +87,8 @@ class Messenger:
 
         Raises:
             LayoutError: The cache or a buffer cannot be described.
-            ConfigError: Neither or both of `cache` and `ranks` are given, or too few counters.
+            ConfigError: Neither or both of `cache` and `ranks` are given, too few counters, or one that a messenger
+                has used before.
             FabricUnavailableError: No provider passed the self-test.
             AddressError: The control socket cannot be listened on.
         """
@@ -124,7 +125,11 @@ class Messenger:
         except asyncio.CancelledError:
             opening.add_done_callback(_close_unwanted)
             raise
-        node = Node(config, memory, counters, fabric, incarnation)
+        try:
+            node = Node(config, memory, counters, fabric, incarnation)
+        except ValueError as error:
+            fabric.close()
+            raise ConfigError(f"a layer counter cannot be used: {error}") from error
         try:
             server, bound = await listen(address, node.connection_accepted)
         except BaseException:

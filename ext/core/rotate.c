@@ -103,8 +103,9 @@ void kv_rotate(struct kv_poller *p, struct kv_port **ports)
 
 void kv_link_settle(struct kv_poller *p, struct kv_link *l)
 {
-    for (uint32_t i = 0; i < l->num_targets && (l->moving || l->retarget); i++)
-        l->targets[i].address = l->targets[i].next_address;
+    if (kv_link_connected(l) && (l->moving || l->retarget))   /* before it is, a caller may be filling them in */
+        for (uint32_t i = 0; i < l->num_targets; i++)
+            l->targets[i].address = l->targets[i].next_address;
     if (l->moving) {
         l->sending = l->port;
         l->moving = false;

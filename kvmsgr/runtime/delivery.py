@@ -92,32 +92,25 @@ class Delivery:
         Raises:
             LayoutMismatchError: What these ranks hold is not enough.
         """
-        for stream in self._streams.values():
-            stream.routes = [
-                Route(self._choose(ranks, share.sources, target, stream, balance), target, stream.group)
-                for target in stream.targets
-                for share in self._routes.shares[target][stream.group]
-            ]
+        wanted = [
+            (stream, target, _held_by(ranks, share.sources, f"what rank {target} wants of group {stream.group}"))
+            for stream in self._streams.values()
+            for target in stream.targets
+            for share in self._routes.shares[target][stream.group]
+        ]
+        context = [
+            (target.rank, layout.name, _held_by(ranks, self._routes.holders(layout.name, target.rank), "context buffers"))
+            for target in (self._dispatch.ranks if self._dispatch.context_slot >= 0 else ())
+            for layout in self._routes.ranks[target.rank].context
+        ]
+        for stream in self._streams.values():  # from here on nothing fails: `balance` has no bytes of what is not sent
+            stream.routes = []
+        for stream, target, copies in wanted:
+            stream.routes.append(Route(self._choose(copies, target, stream, balance), target, stream.group))
         balance.unique_bytes += self._unique_bytes()
-        if self._dispatch.context_slot >= 0:
-            self._context = [
-                (
-                    self._choose(ranks, self._routes.holders(layout.name, target.rank), target.rank, None, balance),
-                    target.rank,
-                    layout.name,
-                )
-                for target in self._dispatch.ranks
-                for layout in self._routes.ranks[target.rank].context
-            ]
+        self._context = [(self._choose(copies, target, None, balance), target, name) for target, name, copies in context]
 
-    def _choose(
-        self, ranks: Collection[int], holders: Sequence[int], target: int, stream: _Stream | None, balance: Balance
-    ) -> int:
-        copies = tuple(source for source in holders if source in ranks)
-        if not copies:
-            what = "context buffers" if stream is None else f"what rank {target} wants of group {stream.group}"
-            advice = "accept() must name a rank that holds it"
-            raise LayoutMismatchError(f"ranks that hold {what}", sorted(ranks), sorted(holders), advice)
+    def _choose(self, copies: Sequence[int], target: int, stream: _Stream | None, balance: Balance) -> int:
         num_bytes = 0
         if stream is not None:
             num_bytes = stream.num_positions * self._routes.bytes_per_position(copies[0], target, stream.group)
@@ -188,6 +181,19 @@ class Delivery:
         """What moves the context buffers."""
         for source, target, name in self._context:
             yield source, self._routes.context[source, target][name]
+
+
+def _held_by(ranks: Collection[int], holders: Sequence[int], what: str) -> tuple[int, ...]:
+    """The ranks of `holders` that are to hold it.
+
+    Raises:
+        LayoutMismatchError: There is none.
+    """
+    copies = tuple(source for source in holders if source in ranks)
+    if not copies:
+        advice = "accept() must name a rank that holds it"
+        raise LayoutMismatchError(f"ranks that hold {what}", sorted(ranks), sorted(holders), advice)
+    return copies
 
 
 def leg_rows(routes: Routes, dispatch: Dispatch) -> int:

@@ -184,11 +184,13 @@ class Fetch:
         self._dispatch_if_live()
 
     def _dispatch_if_live(self) -> None:
-        """Only when all the peers are there is it known that they hold everything, and who brings what."""
+        """Only when all the peers are there is it known that they hold everything, and who brings what. One that is
+        over by then has nothing to divide, and its numbers may be others' already."""
         if any(peer.machine.state is not PeerState.live for peer in self._legs):
             return
         try:
-            self._divide()
+            if not self.done:
+                self._divide()
         except MismatchError as error:
             self._feed(core.LegFailed(self._counted(Failure(Reason.layout_mismatch, str(error)))))
             return
@@ -238,7 +240,8 @@ class Fetch:
 
     def rank_lost(self, failure: Failure) -> None:
         """A destination rank is lost. What is on its way still lands in memory that is mapped here."""
-        self._feed(core.LegFailed(self._counted(failure)))
+        if not self.done:  # another one of the rank may have ended the epoch that it was waiting for
+            self._feed(core.LegFailed(self._counted(failure)))
 
     def peer_lost(self, peer: PeerDriver, failure: Failure) -> None:
         self._feed_leg(peer, legs.PeerLost(self._counted(failure)))
@@ -377,7 +380,7 @@ class Fetch:
             self._num_pages,
             str(self._failure.reason) if self._failure else "",
             self._why_held(peer, leg) if held else "",
-            quarantined=held,
+            quarantined=self.attempt if held else None,
         )
 
     def _await_count(self, peer: PeerDriver, rows: int) -> None:

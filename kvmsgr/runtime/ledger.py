@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -37,7 +38,9 @@ class Ledger:
         self._pages = pages
         self._limit = quarantine_limit
         self._numbers = AttemptNumbers(NUM_LEGS, 1 << 31)  # they are tags of transfers, and 32 bits there
-        self._quarantined: dict[int, int] = {}  # pages by leg
+        self._quarantined: dict[int, tuple[int, int]] = {}  # by leg: its attempt, and that one's pages
+        self._num_held: Counter[int] = Counter()  # legs of an attempt in quarantine; all hold the same pages
+        self._num_quarantined = 0  # pages
         for index in range(len(pages[0])):
             self.show_pages(index)
 
@@ -68,23 +71,43 @@ class Ledger:
         )
 
     def update(
-        self, number: int, state: str, pages_held: int, reason: str = "", why: str = "", *, quarantined: bool = False
+        self,
+        number: int,
+        state: str,
+        pages_held: int,
+        reason: str = "",
+        why: str = "",
+        *,
+        quarantined: int | None = None,
     ) -> None:
-        """Show where a leg stands. `quarantined`: it is over, and its pages are held for want of a proof, `why` says
-        which."""
+        """Show where a leg stands. `quarantined`: it is over, and the pages of this attempt are held for want of a
+        proof, `why` says which."""
         self._state.update_leg(number, state=state, reason=reason, why=why, pages_held=pages_held)
-        if quarantined:
-            self._quarantined[number] = pages_held
+        if quarantined is None:
+            self._proven(number)
         elif number not in self._quarantined:
+            self._quarantined[number] = quarantined, pages_held
+            self._num_held[quarantined] += 1
+            if self._num_held[quarantined] == 1:
+                self._show_quarantined(pages_held)
+
+    def _proven(self, number: int) -> None:
+        """The leg holds no page in quarantine."""
+        if number not in self._quarantined:
             return
-        else:
-            del self._quarantined[number]
-        self._state.set_quarantined(sum(self._quarantined.values()))
+        attempt, pages = self._quarantined.pop(number)
+        self._num_held[attempt] -= 1
+        if not self._num_held[attempt]:
+            del self._num_held[attempt]
+            self._show_quarantined(-pages)
+
+    def _show_quarantined(self, change: int) -> None:
+        self._num_quarantined += change
+        self._state.set_quarantined(self._num_quarantined)
 
     def close(self, number: int) -> None:
         """The leg has left nothing behind."""
-        if self._quarantined.pop(number, 0):
-            self._state.set_quarantined(sum(self._quarantined.values()))
+        self._proven(number)
         self._state.close_leg(number)
         self._numbers.give(number)
 
@@ -99,7 +122,7 @@ class Ledger:
     @property
     def unhealthy(self) -> str | None:
         """Why this messenger should get no more requests; None while it may."""
-        held, total = sum(self._quarantined.values()), sum(guard.num_pages for rank in self._pages for guard in rank)
+        held, total = self._num_quarantined, sum(guard.num_pages for rank in self._pages for guard in rank)
         if held <= self._limit * total:
             return None
         return (

@@ -365,9 +365,9 @@ class PeerDriver:
     def _retarget(self, message: Rotate) -> None:
         """The peer has other endpoints: our writes go there once it has counted all that went to the old ones."""
         assert self.routes is not None
+        if self._held is not None:  # each of our links says once that it is held, and they are counted
+            raise LocalProtocolError("a second Rotate before Resume of the first")
         endpoints = self.routes.moved(message.ranks)
-        if self._held is not None:
-            self._held.cancel()
         patience_s = 2 * self.node.config.lease_s
         self._held = self.node.loop.call_later(patience_s, self._never_resumed, patience_s)
         try:

@@ -212,8 +212,10 @@ class Step:
 
     def over(self) -> None:
         """The forward computes nothing more."""
+        with self._node.lock:  # an engine's thread may be announcing another step of the same requests
+            for chunk in self.chunks:
+                chunk.request.num_open_steps -= 1
         for chunk in self.chunks:
-            chunk.request.num_open_steps -= 1
             chunk.request.release_context_slot()
             chunk.request.show()
 

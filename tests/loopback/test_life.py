@@ -15,6 +15,8 @@ from msgspec.structs import replace
 
 import kvmsgr
 from kvmsgr import Chunk, Span
+from kvmsgr._ext import native
+from kvmsgr.device.counters import LayerCounter
 from kvmsgr.errors import (
     AddressError,
     BusyError,
@@ -33,6 +35,18 @@ from .engines import LAYERS, PAGE_TOKENS, SHAPES, Pair, TestCache, pair, until, 
 async def open_one(**more: object) -> kvmsgr.Messenger:
     config = kvmsgr.Config(name="one", model="test", fabric="net", **more)  # type: ignore[arg-type]
     return await kvmsgr.Messenger.open(config, TestCache(SHAPES[0]).describe())
+
+
+async def test_a_layer_counter_serves_one_messenger() -> None:
+    """The second one is refused, and has closed what it had opened by then."""
+    counter = LayerCounter()
+    cache, config = TestCache(SHAPES[0]).describe(), kvmsgr.Config(name="one", model="test", fabric="net")
+    async with await kvmsgr.Messenger.open(config, cache, counters=[counter]):
+        pass
+    with pytest.raises(ConfigError, match="was watched"):
+        await kvmsgr.Messenger.open(config, cache, counters=[counter])
+    left = native.debug_counters()
+    assert not (left["pollers"] or left["state_files"])
 
 
 @pytest.mark.parametrize("live", [False, True])

@@ -62,13 +62,15 @@ def test_bumps_of_another_process_release_layers(memory: tuple[int, mmap.mmap], 
 
 
 def test_a_worker_that_scribbles_over_it_harms_nobody_else(memory: tuple[int, mmap.mmap]) -> None:
-    """The poller keeps by itself how many slots there are."""
+    """The poller keeps by itself how many slots there are, and so does whoever asks for bumps."""
     _, mapped = memory
+    counter = native.LayerCounter(NUM_SLOTS, memory=mapped)
     with Pair("net") as pair:
-        index = pair.source.poller.add_counter(native.LayerCounter(NUM_SLOTS, memory=mapped))
+        index = pair.source.poller.add_counter(counter)
         order = [[0, pair.link, pair.template, IMMEDIATE, 1, 0, 0, 1, 0, 0]]
         for value in (0, 255):
             mapped[:] = bytes([value]) * len(mapped)
+            assert (counter.bumps_of(1 << 39), counter.num_slots) == (None, NUM_SLOTS)
             pair.arm([(index, NUM_LAYERS)], order, [(0, 0)])
             rounds = pair.source.poller.stats()["rounds"]
             while pair.source.poller.stats()["rounds"] < rounds + 50:

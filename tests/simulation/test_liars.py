@@ -12,7 +12,7 @@ from kvmsgr.fabric.inprocess import Air
 from kvmsgr.runtime.peer import PeerDriver
 from kvmsgr.runtime.serve import COUNT_S
 from kvmsgr.testing.loop import simulate
-from kvmsgr_protocol import Finished, Message, Reason, Resume
+from kvmsgr_protocol import Finished, Message, Reason, Resume, Rotate
 
 from .test_proofs_end import lose_with_something_under_way, peer_of
 from .world import PAGE_TOKENS, Engine, go_live, num_pages_of, until, world
@@ -126,5 +126,22 @@ def test_a_resume_that_nobody_waits_for_ends_the_epoch() -> None:
             await until(lambda: deceived.failure is not None, "it was noticed")
             assert deceived.failure is not None
             assert deceived.failure.reason is Reason.protocol
+
+    simulate(scenario, 0)
+
+
+def test_a_peer_that_rotates_again_before_it_has_let_us_go_on_is_lost() -> None:
+    """Its Rotated would be sent too early: when some of our links are held for the second time, others not yet."""
+
+    async def scenario(air: Air) -> None:
+        async with world(air, fence="rotation") as (decoder, prefiller):
+            await go_live(decoder, prefiller)
+            prefiller_of, decoder_of = peer_of(decoder, "p"), peer_of(prefiller, "d")
+            for _ in range(2):
+                prefiller_of.send(Rotate(ranks=prefiller_of.rank_fabric()))
+            await until(lambda: decoder_of.failure is not None, "the decoder is lost")
+            assert decoder_of.failure is not None
+            assert decoder_of.failure.reason is Reason.protocol
+            assert "a second Rotate" in decoder_of.failure.detail
 
     simulate(scenario, 0)

@@ -512,6 +512,7 @@ cdef class LayerCounter:
     cdef kv_layer_counter *counter
     cdef Py_buffer view
     cdef bint watched, lent
+    cdef readonly uint32_t num_slots   # as they were: other processes may write to the counter's memory
 
     def __cinit__(self, num_slots=64, memory=None):
         if not 1 <= num_slots <= KV_MAX_SLOTS:
@@ -525,6 +526,7 @@ cdef class LayerCounter:
         else:
             self._borrow(memory, kv_layer_counter_bytes(num_slots))
             self.counter = kv_layer_counter_init(self.view.buf, num_slots)
+        self.num_slots = num_slots
 
     def __dealloc__(self):
         if self.lent:
@@ -558,7 +560,7 @@ cdef class LayerCounter:
         cdef uint32_t num_slots = (<kv_layer_counter *>self.view.buf).num_slots
         if not 1 <= num_slots <= KV_MAX_SLOTS or <size_t>self.view.len < kv_layer_counter_bytes(num_slots):
             raise ValueError(f"no layer counter in these {self.view.len} bytes: it would have {num_slots} slots")
-        self.counter = <kv_layer_counter *>self.view.buf
+        self.counter, self.num_slots = <kv_layer_counter *>self.view.buf, num_slots
         return self
 
     def start(self, uint64_t ticket):
@@ -573,12 +575,8 @@ cdef class LayerCounter:
 
     def bumps_of(self, uint64_t ticket):
         """Bumps of `ticket` as its ring slot shows them; None: it has not started, or its slot shows another one."""
-        cdef uint64_t word = kv_counter_read(self.counter, self.counter.num_slots, ticket)
+        cdef uint64_t word = kv_counter_read(self.counter, self.num_slots, ticket)
         return kv_word_bumps(word) if word else None
-
-    @property
-    def num_slots(self):
-        return self.counter.num_slots
 
     @property
     def ticket(self):
