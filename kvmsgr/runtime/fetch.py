@@ -377,7 +377,7 @@ class Fetch:
             self._num_pages,
             str(self._failure.reason) if self._failure else "",
             self._why_held(peer, leg) if held else "",
-            quarantined=held,
+            quarantined_by=self.attempt if held else None,
         )
 
     def _await_count(self, peer: PeerDriver, rows: int) -> None:

@@ -37,7 +37,7 @@ class Ledger:
         self._pages = pages
         self._limit = quarantine_limit
         self._numbers = AttemptNumbers(NUM_LEGS, 1 << 31)  # they are tags of transfers, and 32 bits there
-        self._quarantined: dict[int, int] = {}  # pages by leg
+        self._quarantined: dict[int, tuple[int, int]] = {}  # leg -> attempt, pages; the legs of one hold the same pages
         for index in range(len(pages[0])):
             self.show_pages(index)
 
@@ -68,23 +68,30 @@ class Ledger:
         )
 
     def update(
-        self, number: int, state: str, pages_held: int, reason: str = "", why: str = "", *, quarantined: bool = False
+        self,
+        number: int,
+        state: str,
+        pages_held: int,
+        reason: str = "",
+        why: str = "",
+        *,
+        quarantined_by: int | None = None,
     ) -> None:
-        """Show where a leg stands. `quarantined`: it is over, and its pages are held for want of a proof, `why` says
-        which."""
+        """Show where a leg stands. `quarantined_by`: the attempt that is over, and whose pages are held for want of a
+        proof; `why` says which."""
         self._state.update_leg(number, state=state, reason=reason, why=why, pages_held=pages_held)
-        if quarantined:
-            self._quarantined[number] = pages_held
+        if quarantined_by is not None:
+            self._quarantined[number] = quarantined_by, pages_held
         elif number not in self._quarantined:
             return
         else:
             del self._quarantined[number]
-        self._state.set_quarantined(sum(self._quarantined.values()))
+        self._state.set_quarantined(self._num_quarantined)
 
     def close(self, number: int) -> None:
         """The leg has left nothing behind."""
-        if self._quarantined.pop(number, 0):
-            self._state.set_quarantined(sum(self._quarantined.values()))
+        if self._quarantined.pop(number, None):
+            self._state.set_quarantined(self._num_quarantined)
         self._state.close_leg(number)
         self._numbers.give(number)
 
@@ -97,9 +104,13 @@ class Ledger:
         self._state.set_pages(group, guards[0].name, held, total)
 
     @property
+    def _num_quarantined(self) -> int:
+        return sum(dict(self._quarantined.values()).values())
+
+    @property
     def unhealthy(self) -> str | None:
         """Why this messenger should get no more requests; None while it may."""
-        held, total = sum(self._quarantined.values()), sum(guard.num_pages for rank in self._pages for guard in rank)
+        held, total = self._num_quarantined, sum(guard.num_pages for rank in self._pages for guard in rank)
         if held <= self._limit * total:
             return None
         return (
