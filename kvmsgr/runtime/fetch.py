@@ -456,7 +456,7 @@ class Fetch:
                     self._release_pages()
 
     def _to_blame(self, failure: Failure) -> list[PeerDriver]:
-        """The peers that broke the count: of too many rows those that brought too many, for others may still be at it."""
+        """The peers that broke the count. Of too many rows those that brought them: others may still be at it."""
         wrong = self._wrong_legs()
         if failure.reason is Reason.overflow:
             wrong = {peer: rows for peer, rows in wrong.items() if rows > self._leg_rows[peer]}

@@ -527,7 +527,6 @@ cdef class LayerCounter:
         else:
             self._borrow(memory, kv_layer_counter_bytes(num_slots))
             self.counter = kv_layer_counter_init(self.view.buf, num_slots)
-        self.num_slots = num_slots
 
     def __dealloc__(self):
         if self.lent:
