@@ -278,7 +278,7 @@ int64_t kv_register(struct kv_poller *p, uint64_t address, uint64_t bytes, uint6
     return index;
 }
 
-int64_t kv_add_stream(struct kv_poller *p, struct kv_layer_counter *c, struct kv_error *e)
+int64_t kv_add_stream(struct kv_poller *p, struct kv_layer_counter *c, uint32_t num_slots, struct kv_error *e)
 {
     if (!kv_front_enter(p, e))
         return -1;
@@ -287,7 +287,7 @@ int64_t kv_add_stream(struct kv_poller *p, struct kv_layer_counter *c, struct kv
     struct kv_stream *s = NULL;
     if (index == KV_MAX_STREAMS)
         kv_error_set(e, KV_FULL, "a poller watches at most %d layer counters", KV_MAX_STREAMS);
-    else if (!(s = kv_stream_new(c, index)))
+    else if (!(s = kv_stream_new(c, num_slots, index)))
         kv_error_memory(e);
     bool ok = s && kv_front_submit(p, (struct kv_command){.kind = KV_ADD_STREAM, .object = s}, e);
     if (ok)

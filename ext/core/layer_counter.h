@@ -35,12 +35,15 @@ void kv_layer_counter_free(struct kv_layer_counter *c);   /* of one that was new
 static inline uint64_t kv_word_ticket(uint64_t word) { return word >> KV_BUMP_BITS; }
 static inline uint32_t kv_word_bumps(uint64_t word) { return (uint32_t)(word & KV_MAX_BUMPS); }
 
-/* Release: whoever sees the word also sees the cache rows written before it. Ticket 0 publishes nothing. */
-static inline void kv_counter_publish(struct kv_layer_counter *c, uint64_t word)
+/* Here and below `num_slots` is the caller's own record: other processes may write to what is in the counter, and a
+   process must not fault because another one has.
+
+   Release: whoever sees the word also sees the cache rows written before it. Ticket 0 publishes nothing. */
+static inline void kv_counter_publish(struct kv_layer_counter *c, uint32_t num_slots, uint64_t word)
 {
     atomic_store_explicit(&c->current, word, memory_order_relaxed);
     if (kv_word_ticket(word))
-        atomic_store_explicit(&c->slots[kv_word_ticket(word) % c->num_slots], word, memory_order_release);
+        atomic_store_explicit(&c->slots[kv_word_ticket(word) % num_slots], word, memory_order_release);
 }
 
 static inline uint64_t kv_counter_current(struct kv_layer_counter *c)
@@ -49,17 +52,17 @@ static inline uint64_t kv_counter_current(struct kv_layer_counter *c)
 }
 
 /* Right before the forward of `ticket`. */
-static inline void kv_counter_start(struct kv_layer_counter *c, uint64_t ticket)
+static inline void kv_counter_start(struct kv_layer_counter *c, uint32_t num_slots, uint64_t ticket)
 {
-    kv_counter_publish(c, ticket << KV_BUMP_BITS);
+    kv_counter_publish(c, num_slots, ticket << KV_BUMP_BITS);
 }
 
 /* After each layer. Stays at the highest count rather than carry into the ticket. */
-static inline void kv_counter_bump(struct kv_layer_counter *c)
+static inline void kv_counter_bump(struct kv_layer_counter *c, uint32_t num_slots)
 {
     uint64_t word = atomic_load_explicit(&c->current, memory_order_relaxed);
     if (kv_word_bumps(word) < KV_MAX_BUMPS)
-        kv_counter_publish(c, word + 1);
+        kv_counter_publish(c, num_slots, word + 1);
 }
 
 /* What the ring says of `ticket`: its word, or 0 when it has not started or another ticket is in its slot. */

@@ -119,7 +119,7 @@ void kv_poller_free(struct kv_poller *p);
 
 /* On the interfaces of this mask. -1: error */
 int64_t kv_register(struct kv_poller *p, uint64_t address, uint64_t bytes, uint64_t nics, struct kv_error *e);
-int64_t kv_add_stream(struct kv_poller *p, struct kv_layer_counter *c, struct kv_error *e);         /* -1: error */
+int64_t kv_add_stream(struct kv_poller *p, struct kv_layer_counter *c, uint32_t num_slots, struct kv_error *e);         /* -1: error */
 /* -1: error */
 int64_t kv_open_link(struct kv_poller *p, uint32_t nic, const uint64_t *keys, uint32_t num_keys, struct kv_error *e);
 /* Once it is opened: its endpoint's name, and the regions a peer must use (room for KV_MAX_REGIONS). -1: error */

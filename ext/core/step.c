@@ -5,14 +5,14 @@
 #include <stdlib.h>
 
 /* ---- callers' side ---- */
-struct kv_stream *kv_stream_new(struct kv_layer_counter *c, uint32_t index)
+struct kv_stream *kv_stream_new(struct kv_layer_counter *c, uint32_t num_slots, uint32_t index)
 {
-    struct kv_stream *s = calloc(1, sizeof *s + c->num_slots * sizeof *s->turns);
+    struct kv_stream *s = calloc(1, sizeof *s + num_slots * sizeof *s->turns);
     if (!s)
         return NULL;
     s->counter = c;
     s->index = index;
-    s->num_slots = c->num_slots;
+    s->num_slots = num_slots;
     atomic_init(&s->next_ticket, 1);
     kv_list_init(&s->steps);
     for (uint32_t slot = 0; slot < s->num_slots; slot++)

@@ -31,7 +31,7 @@ struct kv_step {
     bool faulted;               /* a fault has been reported; it ends in silence */
 };
 
-struct kv_stream *kv_stream_new(struct kv_layer_counter *c, uint32_t index);
+struct kv_stream *kv_stream_new(struct kv_layer_counter *c, uint32_t num_slots, uint32_t index);
 void kv_stream_free(struct kv_stream *s);
 /* The next ticket, or 0 when its ring slot has not come back yet. Any thread. */
 uint64_t kv_stream_claim(struct kv_stream *s);

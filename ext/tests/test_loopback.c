@@ -59,7 +59,7 @@ static bool open_node(struct node *n, const char *provider)
     CHECK(kv_register(n->poller, (uint64_t)(uintptr_t)n->memory, BYTES, 3, &error) == 0);
     for (uint32_t i = 0; i < NICS; i++) {
         CHECK((n->counters[i] = kv_layer_counter_new(8)));
-        CHECK(kv_add_stream(n->poller, n->counters[i], &error) == i);
+        CHECK(kv_add_stream(n->poller, n->counters[i], n->counters[i]->num_slots, &error) == i);
         uint64_t key = 0x123400000000ull + (uint64_t)(uintptr_t)&n->links[i], keys[2] = {key, ~key};
         CHECK(kv_open_link(n->poller, 7, keys, 2, &error) == -1 && error.kind == KV_INVALID);
         int64_t link = kv_open_link(n->poller, i, keys, 2, &error);
@@ -146,8 +146,8 @@ static void test_steps_move_bytes(struct node *source, struct node *target)
         while (!begin(source, 1, false, tickets, &error))
             CHECK(error.kind == KV_FULL);
         for (uint32_t k = 0; k < NICS; k++) {   /* each part goes by its own counter */
-            kv_counter_start(source->counters[k], tickets[k]);
-            kv_counter_bump(source->counters[k]);
+            kv_counter_start(source->counters[k], source->counters[k]->num_slots, tickets[k]);
+            kv_counter_bump(source->counters[k], source->counters[k]->num_slots);
             struct kv_record r = wait_record(source, KV_SENT);
             CHECK(r.id == k && r.extra == PAGES / NICS);
         }
@@ -167,7 +167,7 @@ static void test_a_step_is_armed_as_a_whole(struct node *source)
     CHECK(num && num < 8);   /* the last one of the steps before is not over yet */
     CHECK(!begin(source, 1, false, both, &error) && error.kind == KV_FULL);
     CHECK(strstr(error.text, "8 steps of layer counter 1"));
-    kv_counter_start(source->counters[1], one[0]);
+    kv_counter_start(source->counters[1], source->counters[1]->num_slots, one[0]);
     CHECK(wait_record(source, KV_STEP_ENDED).value == STEPS);
     for (int i = 0; i < num; i++)
         CHECK(kv_abandon(source->poller, 1, one[i], &error));

@@ -9,9 +9,9 @@ static struct kv_layer_counter *counter(void) { return toy->streams[0]->counter;
 
 static void run(uint64_t ticket, uint32_t num_bumps)
 {
-    kv_counter_start(counter(), ticket);
+    kv_counter_start(counter(), counter()->num_slots, ticket);
     for (uint32_t i = 0; i < num_bumps; i++)
-        kv_counter_bump(counter());
+        kv_counter_bump(counter(), counter()->num_slots);
 }
 
 static void check_record(uint64_t kind, uint64_t id, uint64_t value, uint64_t extra)
@@ -26,12 +26,12 @@ static void test_words_release_what_they_reach(void)
     struct kv_transfer *x = toy_transfer(0, 1, 2, false);
     uint64_t ticket = toy_step(TOY_ENTRIES, x, NULL);
     CHECK(kv_watch(toy) == 0 && x->released == 0);
-    kv_counter_start(counter(), ticket);
+    kv_counter_start(counter(), counter()->num_slots, ticket);
     CHECK(kv_watch(toy) == 1 && x->released == 0);
     run(ticket, 3);   /* values may be skipped */
     CHECK(kv_watch(toy) == 1 && x->released == 3 && x->bumps_seen == 3);
     CHECK(kv_watch(toy) == 0 && toy->num_armed == 1);
-    kv_counter_bump(counter());
+    kv_counter_bump(counter(), counter()->num_slots);
     CHECK(kv_watch(toy) == 1 && x->released == 4 && toy->num_armed == 0);
     toy_close();
 }
@@ -93,7 +93,7 @@ static void test_more_is_told_once(void)
     run(ticket, 2);
     kv_watch(toy);
     check_record(KV_STEP_FAULT, 0, ticket, 2ull << 32 | KV_MORE);
-    kv_counter_bump(counter());
+    kv_counter_bump(counter(), counter()->num_slots);
     kv_watch(toy);
     run(toy_step(1, NULL, NULL), 0);
     kv_watch(toy);
@@ -141,9 +141,9 @@ static void test_abandoned_steps_give_their_slots_back(void)
 static void test_bumps_never_reach_the_ticket(void)
 {
     toy_open(SLOTS, 16, 16);
-    kv_counter_start(counter(), 5);
+    kv_counter_start(counter(), counter()->num_slots, 5);
     atomic_store(&counter()->current, 5ull << KV_BUMP_BITS | KV_MAX_BUMPS);
-    kv_counter_bump(counter());
+    kv_counter_bump(counter(), counter()->num_slots);
     CHECK(kv_word_ticket(kv_counter_current(counter())) == 5);
     toy_close();
 }

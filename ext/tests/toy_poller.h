@@ -80,7 +80,7 @@ static inline void toy_open(uint32_t num_slots, uint32_t window, uint32_t row_by
     CHECK(kv_commands_init(&toy->commands) && kv_bell_init(&toy->records.bell, false));
     struct kv_layer_counter *counter = kv_layer_counter_new(num_slots);
     CHECK(counter);
-    toy->streams[toy->num_streams++] = kv_stream_new(counter, 0);
+    toy->streams[toy->num_streams++] = kv_stream_new(counter, counter->num_slots, 0);
     for (uint32_t i = 0; i < TOY_LINKS; i++) {
         struct kv_link *l = toy_link_new(i, window);
         toy_endpoints[i] = (struct fid_ep){.rma = &toy_rma};

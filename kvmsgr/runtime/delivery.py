@@ -98,13 +98,14 @@ class Delivery:
             for target in stream.targets
             for share in self._routes.shares[target][stream.group]
         ]
-        context = [
+        with_context = self._dispatch.ranks if self._dispatch.context_slot >= 0 else ()
+        buffers = [
             (
+                _held_by(ranks, self._routes.holders(layout.name, target.rank), "context buffers"),
                 target.rank,
                 layout.name,
-                _held_by(ranks, self._routes.holders(layout.name, target.rank), "context buffers"),
             )
-            for target in (self._dispatch.ranks if self._dispatch.context_slot >= 0 else ())
+            for target in with_context
             for layout in self._routes.ranks[target.rank].context
         ]
         for stream in self._streams.values():  # from here on nothing fails: `balance` has no bytes of what is not sent
@@ -113,7 +114,7 @@ class Delivery:
             stream.routes.append(Route(self._choose(copies, target, stream, balance), target, stream.group))
         balance.unique_bytes += self._unique_bytes()
         self._context = [
-            (self._choose(copies, target, None, balance), target, name) for target, name, copies in context
+            (self._choose(copies, target, None, balance), target, name) for copies, target, name in buffers
         ]
 
     def _choose(self, copies: Sequence[int], target: int, stream: _Stream | None, balance: Balance) -> int:

@@ -265,7 +265,7 @@ class Fetch:
         found = ", ".join(f"{landed} of {self._leg_rows[peer]} from {peer.name}" for peer, landed in wrong.items())
         failure = Failure(Reason.overflow, f"the rows of the legs do not add up: {found} landed", rows, rows)
         self._feed(core.LegFailed(failure))
-        for peer in wrong:
+        for peer in self._to_blame(failure):
             peer.lose(failure)
 
     def count_overflowed(self, rows: int) -> None:
@@ -320,10 +320,19 @@ class Fetch:
         rows = self.rows_landed
         if self._all_landed:
             return  # the record that says so is on its way
-        if rows == rows_before or self._rows_posted != self._machine.rows_expected:
+        if rows == rows_before:
             self._feed(core.CountStalled(rows, self._rows_posted))
         else:
             self._stall = self._node.loop.call_later(self._node.config.stall_s, self._check_stall, rows)
+
+    def _posted_wrongly(self, peer: PeerDriver, rows: int) -> None:
+        """The peer has posted all it will, and that is not what its leg needs: waiting for the others is of no use."""
+        expected = self._leg_rows[peer]
+        landed = self._node.fabric.state.slot_rows(*self._slots[peer])
+        detail = f"{landed} of {expected} rows landed, {peer.name} posted {rows}, and no more are landing"
+        failure = Failure(Reason.short_count, detail, landed, expected)
+        self._feed(core.LegFailed(failure))
+        peer.lose(failure)
 
     # What follows from it
 
@@ -360,7 +369,9 @@ class Fetch:
                     self._watch(peer, legs.LegState.draining, self._node.config.drain_timeout_s, 0)
                 case legs.CheckCount(rows):
                     self._rows_posted += rows
-                    if all(leg.state is legs.LegState.sent for leg in self._legs.values()):
+                    if rows != self._leg_rows[peer] and not self._all_landed:
+                        self._posted_wrongly(peer, rows)
+                    elif all(leg.state is legs.LegState.sent for leg in self._legs.values()):
                         self._check_stall(None)
                 case legs.AwaitCount(rows):
                     self._await_count(peer, rows)
@@ -439,10 +450,17 @@ class Fetch:
                         self._arrival.set_exception(self._error(failure))
                         self._arrival.exception()  # it may never be awaited; the log has said it
                 case core.FailPeers(failure):
-                    for peer in self._wrong_legs() or list(self._legs):
+                    for peer in self._to_blame(failure):
                         peer.lose(failure)
                 case core.ReleasePages():
                     self._release_pages()
+
+    def _to_blame(self, failure: Failure) -> list[PeerDriver]:
+        """The peers that broke the count. Of too many rows those that brought them: others may still be at it."""
+        wrong = self._wrong_legs()
+        if failure.reason is Reason.overflow:
+            wrong = {peer: rows for peer, rows in wrong.items() if rows > self._leg_rows[peer]}
+        return list(wrong or self._legs)
 
     def _wrong_legs(self) -> dict[PeerDriver, int]:
         """The legs of which other than the expected rows have landed, and how many."""

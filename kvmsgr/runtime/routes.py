@@ -6,6 +6,7 @@ interfaces: as many as the one with more of them has.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -91,6 +92,7 @@ class Routes:
         self._plans = self._plan_groups()
         self._context_plans = self._plan_context()
         self._targets, self._beats = self._plan_links()
+        self._sharing = Counter(target for targets in self._targets for target in targets)
         self.templates: dict[tuple[int, int, int], list[Armed]] = {}
         self.context: dict[Pair, dict[str, Armed]] = {}
         self._unique_bytes: dict[tuple[int, frozenset[int]], int] = {}
@@ -206,8 +208,7 @@ class Routes:
             MismatchError: A window is too small to be shared.
         """
         for target in self._targets[interface]:
-            granted = self._endpoints[target][1].window
-            sharing = sum(target in targets for targets in self._targets)
+            granted, sharing = self._endpoints[target][1].window, self._sharing[target]
             if granted < sharing:
                 raise MismatchError("window", f"{sharing} links to an endpoint", granted, "each needs a write at least")
             most = min(most, granted // sharing)

@@ -116,3 +116,17 @@ def test_memory_that_will_not_do_is_refused(memory: tuple[int, mmap.mmap]) -> No
     for num_slots in (0, 4097):
         with pytest.raises(ValueError, match="1 to 4096"):
             native.LayerCounter.size_bytes(num_slots)
+
+
+@pytest.mark.parametrize("scribble", [0, 0x7FFFFFF1, 0xFFFFFFFF])
+def test_what_another_process_writes_into_it_cannot_end_this_one(memory: tuple[int, mmap.mmap], scribble: int) -> None:
+    _, mapped = memory
+    counter = native.LayerCounter(NUM_SLOTS, memory=mapped)
+    with mmap.mmap(memory[0], 0) as elsewhere:
+        elsewhere[8:12] = scribble.to_bytes(4, "little")  # the number of slots
+    assert counter.num_slots == NUM_SLOTS
+    with Pair("net") as pair:
+        pair.source.poller.add_counter(counter)
+        counter.start(1)
+        counter.bump()
+        assert counter.bumps_of(1) == 1

@@ -18,7 +18,7 @@ from kvmsgr.testing.loop import simulate
 from kvmsgr_protocol import Reason
 
 from .halfway import Halfway, asked, forward, until
-from .sharded import POISON, Group, Node, Sharding, move, node, within
+from .sharded import Group, Node, Sharding, move, node, within
 
 RANKS, INTERFACES, LAYERS, NUM_PAGES = 3, 2, 3, 8
 GROUP = Group(heads=RANKS, layers=tuple(range(LAYERS)), num_pages=2 * NUM_PAGES)
@@ -64,7 +64,7 @@ async def go_on(*requests: Halfway) -> None:
 def poison(one: Halfway) -> None:
     """The next owner writes all over the destination pages."""
     for [shard] in one.target.shards:
-        shard.array[:, one.pages[0]] = POISON  # layer, page, ...
+        shard.poison(one.pages[0])
 
 
 async def spoil(p: Node, d: Node, number: int, break_it: Callable[[], None]) -> tuple[int, int] | None:
@@ -106,7 +106,7 @@ ALL_NAMED = {(interface // INTERFACES, interface) for interface in range(RANKS *
 def check_nothing_else_written(*sides: Node) -> None:
     for side in sides:
         for [shard] in side.shards:
-            assert (shard.array == POISON).all()
+            shard.check_others([])
 
 
 async def spoil_each(

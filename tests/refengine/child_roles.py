@@ -1,9 +1,10 @@
-"""Roles for the tests of process supervision; the children import them by name."""
+"""Roles for the tests of process supervision, which the children import by name; and whether a process ends."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import select
 import sys
 
 from tools.refengine.processes import Channel, Children
@@ -22,6 +23,17 @@ async def fail(channel: Channel, options: object) -> None:
 async def hang(channel: Channel, options: object) -> None:
     channel.send(os.getpid())
     await channel.run(asyncio.sleep(3600))
+
+
+def ends_within(pid: int, seconds: float) -> bool:
+    """Whether a process that need not be our child ends in time."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    ended, _, _ = select.select([handle], [], [], seconds)
+    os.close(handle)
+    return bool(ended)
 
 
 def main() -> None:

@@ -46,10 +46,10 @@ def test_what_is_written_is_read_back_in_order_of_position(spec: CacheSpec) -> N
 
 def test_layouts_are_what_their_names_say() -> None:
     shapes = {name: tuple(make_cache(spec, 3).tensor.shape) for name, spec in SPECS.items()}
-    assert shapes["hnd"] == (2, 3, 2, 4, 8, 16)
-    assert shapes["nhd"] == (2, 3, 2, 8, 4, 16)
-    assert shapes["two ranks"] == (2, 3, 2, 2, 8, 16)
-    assert shapes["latent"] == shapes["latent, two ranks"] == (2, 3, 8, 128)
+    assert shapes["hnd"] == (3, 3, 2, 4, 8, 16)
+    assert shapes["nhd"] == (3, 3, 2, 8, 4, 16)
+    assert shapes["two ranks"] == (3, 3, 2, 2, 8, 16)
+    assert shapes["latent"] == shapes["latent, two ranks"] == (3, 3, 8, 128)
 
 
 def test_a_group_holds_its_own_layers_in_given_memory() -> None:
@@ -85,7 +85,7 @@ def test_too_many_pages_are_refused_and_none_is_lost() -> None:
 
 
 def test_page_sizes_that_do_not_divide_a_block_of_keys_are_refused() -> None:
-    spec = CacheSpec((Group("kv", (0, 1), 24),))
+    spec = CacheSpec((Group("kv", (0, 1, 2), 24),))
     with pytest.raises(ValueError, match="must divide 64"):
         make_cache(spec)
 

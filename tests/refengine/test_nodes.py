@@ -72,7 +72,9 @@ async def test_answers_are_bitwise_those_of_one_process_and_all_pages_come_back(
         assert difference_of(answer, delivery.answer) is None
         num_positions = len(prompt) - 1
         in_window = min(num_positions, WINDOW_TOKENS) if num_groups == 2 else num_positions
-        assert delivery.rows == (num_positions + in_window) * 2 * 4 + (num_positions > 0)  # planes, heads; hidden state
+        assert delivery.rows == (2 * num_positions + in_window) * 2 * 4 + (
+            num_positions > 0
+        )  # planes, heads; hidden state
     assert all(outcome.ok for outcome in pair.prefiller.outcomes.values())
     assert tiny.all_free(pair.decode)
     assert tiny.all_free(pair.prefill)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -11,22 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.refengine.child_roles import echo, fail, hang
+from tests.refengine.child_roles import echo, ends_within, fail, hang
 from tools.refengine.processes import Children, DemoFailed
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
-
-
-def ends_within(pid: int, seconds: float) -> bool:
-    """Whether a process that need not be our child ends in time."""
-    try:
-        handle = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    ended, _, _ = select.select([handle], [], [], seconds)
-    os.close(handle)
-    return bool(ended)
 
 
 def test_messages_wait_until_they_are_asked_for() -> None:

@@ -15,13 +15,15 @@ import pytest
 
 from kvmsgr.errors import RankLostError
 from kvmsgr_protocol import Reason
+from tests.refengine.child_roles import ends_within
+from tools.refengine import roles
 from tools.refengine.collective import RankLost
 from tools.refengine.decode import DecodeNode
 from tools.refengine.engine import local_engine
 from tools.refengine.models import RANDOM8, load
 from tools.refengine.opening import Node, open_node
 from tools.refengine.prefill import PrefillNode
-from tools.refengine.processes import leaves
+from tools.refengine.processes import Children, leaves
 from tools.refengine.reference import run_alone
 from tools.refengine.selftest import difference_of
 from tools.refengine.spec import CacheSpec, NodeOptions, make_groups
@@ -108,6 +110,15 @@ async def test_a_killed_worker_fails_its_requests_on_both_sides_within_a_second(
         await pair.decoder.quiet()
     pools = pair.decode.engine.pools
     assert [pool.num_free for pool in pools] == [pool.num_pages for pool in pools]
+
+
+def test_workers_do_not_outlive_their_lead() -> None:
+    with Children(60.0, None) as children:
+        children.start("prefill", roles.prefill, roles.RoleOptions(OPTIONS, NEW_TOKENS))
+        ready: roles.Ready = children.receive("prefill")
+        assert len(ready.workers) == 2
+        os.kill(ready.pid, signal.SIGKILL)
+        assert all(ends_within(pid, 10) for pid in ready.workers)
 
 
 async def test_a_worker_that_fails_at_its_start_says_why() -> None:

@@ -1,4 +1,4 @@
-"""A model small enough for unit tests: two layers, four KV heads, random weights, no tokenizer worth the name."""
+"""A model small enough for unit tests: three layers, four KV heads, random weights, no tokenizer worth the name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tools.refengine.models import random_checkpoint
 from tools.refengine.spec import CacheSpec, Layout, make_groups
 
 CONFIG = ModelConfig(
-    num_layers=2,
+    num_layers=3,  # what goes wrong in the second, which may have a window, shows in the third
     hidden=48,
     intermediate=64,
     num_heads=8,

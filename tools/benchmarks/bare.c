@@ -148,14 +148,14 @@ uint64_t bare_count(struct bare *b, uint64_t num_immediates)
 void bump_layers(struct kv_layer_counter *c, uint64_t ticket, uint32_t num_bumps, uint64_t least_gap_ns,
                  uint64_t gap_spread_ns, uint32_t seed, uint64_t *bumped_ns)
 {
-    kv_counter_start(c, ticket);
+    kv_counter_start(c, c->num_slots, ticket);
     uint64_t at_ns = kv_now_ns();
     for (uint32_t i = 0; i < num_bumps; i++) {
         at_ns += least_gap_ns + (uint64_t)rand_r(&seed) % gap_spread_ns;
         struct timespec at = {.tv_sec = (time_t)(at_ns / KV_S), .tv_nsec = (long)(at_ns % KV_S)};
         clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &at, NULL);
         bumped_ns[i] = kv_now_ns();
-        kv_counter_bump(c);
+        kv_counter_bump(c, c->num_slots);
     }
 }
 

@@ -95,7 +95,8 @@ def run(
     log_folder: Path | None,
 ) -> Report:
     """Answer the prompts over several processes and in one, and compare. Raises DemoFailed."""
-    with start(options, plan, log_folder) as children:
+    with Children(options.time_limit + options.hold, log_folder) as children:
+        start(children, options, plan)
         instability = bitwise_difference(
             checkpoint, options.groups, options.seed
         )  # while the others load their weights
@@ -116,16 +117,14 @@ class Transfer:
     served: roles.Served
 
 
-def start(options: argparse.Namespace, plan: Plan, log_folder: Path | None) -> Children:
+def start(children: Children, options: argparse.Namespace, plan: Plan) -> None:
     """Start the prefiller and all decoders."""
-    children = Children(options.time_limit + options.hold, log_folder)
     prefiller = roles.RoleOptions(
         plan.prefiller, options.new_tokens, options.post_at_end, options.corrupt_write, options.drop_write
     )
     children.start("prefill", roles.prefill, prefiller)
     for name in plan.prompts:
         children.start(name, roles.decode, roles.RoleOptions(replace(plan.decoder, name=name), options.new_tokens))
-    return children
 
 
 def serve(children: Children, options: argparse.Namespace, plan: Plan) -> Transfer:

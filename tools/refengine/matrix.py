@@ -16,7 +16,7 @@ from .demo import check_lengths, compare, compute_alone, end_in_order, serve, st
 from .loader import Checkpoint
 from .models import load
 from .options import make_plan, parse
-from .processes import DemoFailed
+from .processes import Children, DemoFailed
 from .reference import Answer
 from .report import Report
 from .selftest import bitwise_difference
@@ -95,7 +95,8 @@ class Matrix:
     def _report(self, options: argparse.Namespace, logs: Path) -> Report:
         plan = make_plan(options, self._checkpoint.config, self._prompts)
         check_lengths(self._prompts, options.new_tokens)
-        with start(options, plan, logs) as children, contextlib.redirect_stdout(io.StringIO()):
+        with Children(options.time_limit, logs) as children, contextlib.redirect_stdout(io.StringIO()):
+            start(children, options, plan)
             if options.groups not in self._expected:  # while the processes load their weights
                 instability = bitwise_difference(self._checkpoint, options.groups)
                 if instability:

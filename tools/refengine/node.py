@@ -19,6 +19,7 @@ from .loader import Checkpoint, ModelConfig
 from .spec import CacheSpec
 
 STALL_S = 0.5  # without a row landing, once all is posted: on one machine this is long
+LEASE_S = 10.0  # many processes may share few cores here; a process that dies is noticed by its connection
 STEP_TIMEOUT_S = 60.0
 TIME_ALLOWED_S = 240.0  # a prompt may wait for all others to be prefilled first
 
@@ -80,6 +81,7 @@ async def open_messenger(
         model=f"{checkpoint.name}@{checkpoint.fingerprint}",
         layer_counters="rank" if len(counters) > 1 else "lead",
         stall_s=STALL_S,
+        lease_s=LEASE_S,
         time_allowed_s=TIME_ALLOWED_S + hold_s,
         step_timeout_s=STEP_TIMEOUT_S + hold_s,
     )

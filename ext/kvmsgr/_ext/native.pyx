@@ -519,6 +519,7 @@ cdef class LayerCounter:
             raise ValueError(f"num_slots {num_slots}: want 1 to {KV_MAX_SLOTS}")
         if memory is _ATTACHED:
             return
+        self.num_slots = num_slots
         if memory is None:
             self.counter = kv_layer_counter_new(num_slots)
             if self.counter == NULL:
@@ -526,7 +527,6 @@ cdef class LayerCounter:
         else:
             self._borrow(memory, kv_layer_counter_bytes(num_slots))
             self.counter = kv_layer_counter_init(self.view.buf, num_slots)
-        self.num_slots = num_slots
 
     def __dealloc__(self):
         if self.lent:
@@ -567,11 +567,11 @@ cdef class LayerCounter:
         """Right before the forward of `ticket`; 0 for a forward that no step was begun for, which publishes nothing."""
         if ticket > KV_MAX_TICKET:
             raise ValueError(f"ticket {ticket} is above 2^40 - 1")
-        kv_counter_start(self.counter, ticket)
+        kv_counter_start(self.counter, self.num_slots, ticket)
 
     def bump(self):
         """After each layer, and once more after the context."""
-        kv_counter_bump(self.counter)
+        kv_counter_bump(self.counter, self.num_slots)
 
     def bumps_of(self, uint64_t ticket):
         """Bumps of `ticket` as its ring slot shows them; None: it has not started, or its slot shows another one."""
@@ -835,7 +835,7 @@ cdef class Poller:
         cdef kv_error e
         if counter.watched:
             raise ValueError("this layer counter is or was watched: its ring still shows old tickets")
-        cdef int64_t index = kv_add_stream(self.poller, counter.counter, &e)
+        cdef int64_t index = kv_add_stream(self.poller, counter.counter, counter.num_slots, &e)
         if index < 0:
             raise _error(&e, self.provider)
         counter.watched = True

@@ -130,7 +130,7 @@ class Engine:
         for port in self._random.sample(self.lives.ports, len(self.lives.ports)):
             for _ in range(self._random.randint(0, MAX_READ // 4)):
                 full = len(self._landed) + len(self._completed) >= self._cq_entries
-                if full or not port.endpoint.inbox:
+                if full or port.endpoint.held or not port.endpoint.inbox:
                     break
                 worked = True
                 immediate = self._air.arrive(port.endpoint)
