@@ -141,15 +141,16 @@ class PrefillRequest:
             LocalProtocolError: It was accepted before; likewise of `refuse` and `busy`, where `fail` is meant.
         """
         known = range(len(self.node.memory.ranks))
-        self.ranks = tuple(known if ranks is None else ranks)
-        if not self.ranks or not set(self.ranks) <= set(known):
-            raise ConfigError(f"ranks are {list(self.ranks)}; needed are some of {list(known)}")
+        chosen = tuple(known if ranks is None else ranks)
+        if not chosen or not set(chosen) <= set(known):
+            raise ConfigError(f"ranks are {list(chosen)}; needed are some of {list(known)}")
         if self.offered:
-            for rank in self.ranks:
+            for rank in chosen:
                 if rank in self.node.lost_ranks:
                     self.rank_lost(self.node.rank_failure(rank))
                     return
-            self.delivery.choose(self.ranks, self.node.balance)
+            self.delivery.choose(chosen, self.node.balance)
+            self.ranks = chosen
         self._answer(core.EngineAccepted())
         self.check_completed()
 
