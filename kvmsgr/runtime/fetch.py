@@ -39,7 +39,7 @@ from kvmsgr_protocol import (
     Unknown,
 )
 
-from .answers import ended, log_failure
+from .answers import as_text, ended, log_failure
 from .arrival import Arrival
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class Fetch:
     def cancel(self, why: str = "the engine no longer wants it") -> None:
         """Stop it: awaiting it raises `RequestCancelledError`, and its peers are told to stop. Idempotent, and without
         effect once the request is decided. The pages stay in quarantine until `released()`."""
-        self._feed(core.Cancelled(self.rows_landed, why))
+        self._feed(core.Cancelled(self.rows_landed, as_text(why)))
 
     async def released(self) -> None:
         """Wait until it is proven that no write can land in the destination pages any more. Does not raise because the
@@ -453,7 +453,7 @@ class Fetch:
                     self._release_pages()
 
     def _to_blame(self, failure: Failure) -> list[PeerDriver]:
-        """The peers that broke the count: of too many rows those that brought too many, for others may still be at it."""
+        """The peers that broke the count. Of too many rows those that brought too many: others may still be at it."""
         wrong = self._wrong_legs()
         if failure.reason is Reason.overflow:
             wrong = {peer: rows for peer, rows in wrong.items() if rows > self._leg_rows[peer]}
