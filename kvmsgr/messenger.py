@@ -214,7 +214,8 @@ class Messenger:
     # The prefiller's side
 
     async def requests(self) -> AsyncIterator[PrefillRequest]:
-        """Requests from decoders, each once, until the messenger is closed. Answer each: accept, refuse or busy."""
+        """Requests from decoders, each once, until the messenger is closed. Answer each: accept, refuse or busy. One
+        that is over before it was taken here is not given."""
         while (request := await self._node.inbox.next_request()) is not None:
             yield request
 

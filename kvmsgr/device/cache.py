@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -152,6 +153,7 @@ class RankMemory:
             ranges.append(region)
         _check_names([*(group.name for group in groups), *(buffer.name for buffer in rank.context)])
         _check_apart(ranges, len(regions))
+        _check_sendable([*groups, *layouts])
         return cls(
             groups=tuple(groups),
             context=tuple(layouts),
@@ -255,6 +257,15 @@ def _check_names(names: Sequence[str]) -> None:
     for name in names:
         if names.count(name) > 1:
             raise LayoutError(f"two cache groups or context buffers are named {name!r}; names tell them apart")
+
+
+def _check_sendable(layouts: Sequence[GroupLayout | ContextLayout]) -> None:
+    """A description whose numbers or names are out of bounds would end every connection, one after the other."""
+    for layout in layouts:
+        try:
+            msgspec.msgpack.decode(msgspec.msgpack.encode(layout), type=type(layout))
+        except (msgspec.MsgspecError, ValueError, OverflowError) as error:
+            raise LayoutError(f"{layout.name!r} cannot be told to a peer: {error}") from error
 
 
 def _check_apart(ranges: Sequence[RegionRange], num_cache_regions: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import combinations
+from itertools import product
 from typing import NamedTuple
 
 from kvmsgr.errors import LayoutError, LayoutMismatchError
@@ -73,8 +73,10 @@ def divide(sources: Sequence[GroupLayout], destination: GroupLayout) -> list[Sha
         part = common_part(source, destination)
         if part is not None:
             held.setdefault(part, []).append(index)
-    for one, other in combinations(held, 2):
-        if set(one.heads) & set(other.heads) and set(one.layers) & set(other.layers):
+    owners: dict[tuple[int, int], Part] = {}
+    for other in held if len(held) > 1 else ():
+        one = next((owner for row in product(*other) if (owner := owners.setdefault(row, other)) is not other), None)
+        if one is not None:
             raise LayoutMismatchError(
                 f"group {destination.name!r}: what source ranks {held[one][0]} and {held[other][0]} hold",
                 str(one),

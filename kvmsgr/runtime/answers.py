@@ -46,3 +46,8 @@ def ended(request_id: str, attempt: int, failure: Failure) -> Cancel | Failed:
     if failure.reason is Reason.cancelled:
         return Cancel(request_id=request_id, attempt=attempt, code=failure.reason, reason=failure.detail)
     return failed(request_id, attempt, failure)
+
+
+def as_text(reason: object) -> str:
+    """Whatever an engine gives as a reason, as text that can travel."""
+    return str(reason).encode(errors="replace").decode()

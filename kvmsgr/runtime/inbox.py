@@ -37,20 +37,24 @@ log = structlog.get_logger("kvmsgr")
 
 
 class Inbox:
-    """The prefill side of a node. `next_request` gives each request once, in the order they came."""
+    """The prefill side of a node. `next_request` gives each request once, in the order they came, unless it is over."""
 
     def __init__(self, node: Node) -> None:
         self.by_tag: dict[int, PrefillRequest] = {}
         self._node = node
         self._serves: dict[tuple[PeerDriver, str, int], PrefillRequest] = {}
-        self._offered: asyncio.Queue[PrefillRequest | None] = asyncio.Queue()
+        self._offered: dict[PrefillRequest, None] = {}  # that the engine has not seen, in order
+        self._news = asyncio.Event()
         self._closed = False
 
     async def next_request(self) -> PrefillRequest | None:
         """The next request, or None when the messenger is closed."""
-        request = await self._offered.get()
-        if request is None:
-            self._offered.put_nowait(None)  # for whoever else waits
+        while not self._offered and not self._closed:
+            self._news.clear()
+            await self._news.wait()
+        request = next(iter(self._offered), None)
+        if request is not None:
+            del self._offered[request]
         return request
 
     def message_received(self, peer: PeerDriver, message: Message) -> None:
@@ -104,7 +108,8 @@ class Inbox:
         request = PrefillRequest(self._node, peer, dispatch, delivery, number, context_slot)
         self._serves[key] = self.by_tag[request.tag] = request
         log.info("request offered", request_id=request.request_id, peer=peer.name, num_tokens=request.num_tokens)
-        self._offered.put_nowait(request)
+        self._offered[request] = None
+        self._news.set()
 
     def _flaw(self, routes: Routes, dispatch: Dispatch) -> Failure | None:
         """What is wrong with a request, found before any of it is planned."""
@@ -141,6 +146,7 @@ class Inbox:
         """The record of a request has served."""
         del self._serves[(request.peer, request.request_id, request.dispatch.attempt)]
         del self.by_tag[request.tag]
+        self._offered.pop(request, None)  # an engine that is slow to look is not made to hold what is over
         self._node.ledger.close(request.tag)
         self._node.settled(request.peer)
 
@@ -174,6 +180,6 @@ class Inbox:
     def close(self) -> None:
         """Take no more requests; those that are alive fail."""
         self._closed = True
-        self._offered.put_nowait(None)
+        self._news.set()
         for request in list(self._serves.values()):
             request.failed(Reason.closed, "the messenger is closing")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 import secrets
 import threading
 from collections import deque
@@ -28,6 +29,7 @@ from kvmsgr_protocol import (
     Reason,
 )
 
+from .answers import as_text
 from .connection import dial
 from .inbox import Inbox
 from .ledger import Ledger
@@ -205,13 +207,13 @@ class Node:
     def rank_lost(self, rank: int, why: str) -> None:
         """A process that holds a rank has died: what needs the rank fails. Its memory stays mapped here, so that what
         is under way harms nobody."""
-        if not 0 <= rank < len(self.memory.ranks):
+        if operator.index(rank) not in range(len(self.memory.ranks)):
             raise ConfigError(f"rank {rank} does not exist; there are {len(self.memory.ranks)}")
         if rank in self.lost_ranks:
             return
         log.error("rank lost", rank=rank, why=why)
         with self.lock:
-            self.lost_ranks[rank] = why
+            self.lost_ranks[rank] = as_text(why)
             over = self._drop_parts(rank)
         for step in over:
             step.over()

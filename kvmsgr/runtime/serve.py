@@ -16,7 +16,7 @@ from kvmsgr.core.failure import Failure
 from kvmsgr.errors import ConfigError, FabricStuckError, LocalProtocolError
 from kvmsgr_protocol import Accept, Cancel, Dispatch, Drained, Failed, Finished, Message, Reason, Sent
 
-from .answers import declined, failed, log_failure
+from .answers import as_text, declined, failed, log_failure
 from .arrival import Contexts, first_of_each
 from .delivery import Delivery
 
@@ -156,7 +156,7 @@ class PrefillRequest:
 
     def refuse(self, reason: str) -> None:
         """Say that the request will not be served here."""
-        self._answer(core.EngineDeclined(Failure(Reason.refused, _text(reason))))
+        self._answer(core.EngineDeclined(Failure(Reason.refused, as_text(reason))))
 
     def busy(self, reason: str, retry_after_s: float | None = None) -> None:
         """Say that the request cannot be served now.
@@ -166,7 +166,7 @@ class PrefillRequest:
         """
         if retry_after_s is not None and not 0 <= retry_after_s <= 1e9:
             raise ConfigError(f"retry_after_s is {retry_after_s}; a number of seconds, or None, is needed")
-        self._answer(core.EngineDeclined(Failure(Reason.busy, _text(reason), retry_after_s=retry_after_s)))
+        self._answer(core.EngineDeclined(Failure(Reason.busy, as_text(reason), retry_after_s=retry_after_s)))
 
     def _answer(self, event: core.EngineAccepted | core.EngineDeclined) -> None:
         if not self.offered and not self.ended:
@@ -175,7 +175,7 @@ class PrefillRequest:
 
     def fail(self, reason: str) -> None:
         """Give the request up, at any time. What is posted already may still be read; see `released`."""
-        self.failed(Reason.engine, _text(reason))
+        self.failed(Reason.engine, as_text(reason))
 
     async def cancelled(self) -> Reason | None:
         """Wait until there is no use in computing it any more: its decoder cancelled or failed it, or is lost, or this
@@ -328,11 +328,6 @@ class PrefillRequest:
         else:
             posted = self.node.fabric.state.leg_rows_posted(self.tag)
             _resolve(self._outcome, Outcome(False, posted, failure.reason, failure.detail))
-
-
-def _text(reason: object) -> str:
-    """Whatever an engine gives as a reason, as text that can travel."""
-    return str(reason).encode(errors="replace").decode()
 
 
 _T = TypeVar("_T")
