@@ -115,9 +115,14 @@ class Delivery:
     ) -> int:
         copies = tuple(source for source in holders if source in ranks)
         if not copies:
-            what = "context buffers" if stream is None else f"what rank {target} wants of group {stream.group}"
-            advice = "accept() must name a rank that holds it"
-            raise LayoutMismatchError(f"ranks that hold {what}", sorted(ranks), sorted(holders), advice)
+            what = "the context buffers" if stream is None else f"its part of cache group {stream.group}"
+            raise LayoutMismatchError(
+                "ranks",
+                sorted(ranks),
+                sorted(holders),
+                text=f"rank {target} of the decoder wants {what} from one of our ranks {sorted(holders)}, and the request "
+                f"was accepted with ranks {sorted(ranks)}; name in accept() all ranks that hold it, or none for all",
+            )
         num_bytes = 0
         if stream is not None:
             num_bytes = stream.num_positions * self._routes.bytes_per_position(copies[0], target, stream.group)
@@ -163,7 +168,8 @@ class Delivery:
             LayoutError: There is no such group or page, or the page was given otherwise before.
         """
         if not 0 <= span.group < self._num_groups:
-            raise LayoutError(f"a span names group {span.group}; there are {self._num_groups}")
+            known = list(range(self._num_groups))
+            raise LayoutError(f"a span names cache group {span.group}; the groups here are {known}")
         pages = page_indices(span.pages)
         for stream in self._streams.values():
             if stream.group == span.group:
