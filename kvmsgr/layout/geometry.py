@@ -87,7 +87,8 @@ def describe_group(
     total_heads = num_heads if total_heads is None else total_heads
     if not 0 <= head_start <= total_heads - num_heads:
         raise LayoutError(
-            f"group {name!r}: head_start {head_start} and {num_heads} heads do not fit into total_heads {total_heads}{known}"
+            f"group {name!r}: head_start {head_start} and {num_heads} heads do not fit into total_heads {total_heads}"
+            + known
         )
     if recurrent and first.size["token"] > 1:
         raise LayoutError(f"group {name!r}: recurrent, with {first.size['token']} tokens a page; a state has one")

@@ -111,8 +111,8 @@ def check_covered(sources: Sequence[GroupLayout], destination: GroupLayout, name
                 f"group {destination.name!r}: heads of layer {layer}",
                 _text(heads),
                 _text(sorted(seen)),
-                text=f"group {destination.name!r}: heads {_text(heads)} of layer {layer} are wanted, and no source holds "
-                f"{missing} of it{asked}; a source is missing, or a cache says the wrong head_start= or layers=",
+                text=f"group {destination.name!r}: heads {_text(heads)} of layer {layer} are wanted, and no source "
+                f"holds {missing} of it{asked}; a source is missing, or a cache says the wrong head_start= or layers=",
             )
 
 

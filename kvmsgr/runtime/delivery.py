@@ -120,8 +120,8 @@ class Delivery:
                 "ranks",
                 sorted(ranks),
                 sorted(holders),
-                text=f"rank {target} of the decoder wants {what} from one of our ranks {sorted(holders)}, and the request "
-                f"was accepted with ranks {sorted(ranks)}; name in accept() all ranks that hold it, or none for all",
+                text=f"rank {target} of the decoder wants {what} from one of our ranks {sorted(holders)}, and the "
+                f"request was accepted with ranks {sorted(ranks)}; name in accept() all that hold it, or none for all",
             )
         num_bytes = 0
         if stream is not None:

@@ -221,8 +221,8 @@ class Fetch:
                 "rows",
                 dispatch.expected_rows,
                 total,
-                text=f"{dispatch.expected_rows} rows are wanted, and the sources {names} together would send {total}: some "
-                "hold the same; name sources that hold different layers or heads",
+                text=f"{dispatch.expected_rows} rows are wanted, and the sources {names} together would send {total}: "
+                "some hold the same; name sources that hold different layers or heads",
             )
         for peer in routes:
             self._open_in_ledger(peer)

@@ -130,7 +130,9 @@ class Outbox:
         known = range(len(self._node.memory.ranks))
         numbers = list(known if ranks is None else ranks)
         if not numbers or len(set(numbers)) < len(numbers) or not set(numbers) <= set(known):
-            raise ConfigError(f"request {request_id!r} names the ranks {numbers}; needed are different ones out of {list(known)}")
+            raise ConfigError(
+                f"request {request_id!r} names the ranks {numbers}; needed are different ones out of {list(known)}"
+            )
         for number in numbers:
             if number in self._node.lost_ranks:
                 raise RankLostError(request_id, f"rank {number} is lost: {self._node.lost_ranks[number]}")

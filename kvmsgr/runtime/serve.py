@@ -143,7 +143,9 @@ class PrefillRequest:
         known = range(len(self.node.memory.ranks))
         self.ranks = tuple(known if ranks is None else ranks)
         if not self.ranks or not set(self.ranks) <= set(known):
-            raise ConfigError(f"request {self.request_id!r} is accepted with ranks {list(self.ranks)}; needed are some of {list(known)}")
+            raise ConfigError(
+                f"request {self.request_id!r} accepted with ranks {list(self.ranks)}; needed are some of {list(known)}"
+            )
         if self.offered:
             for rank in self.ranks:
                 if rank in self.node.lost_ranks:

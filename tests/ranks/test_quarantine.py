@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import kvmsgr
 import pytest
 
+import kvmsgr
 from kvmsgr.errors import RequestCancelledError
 
 from .sharded import Group, Sharding, node, within
