@@ -76,10 +76,14 @@ class MismatchError(ConfigError):
         field: Name of the first field that differs.
         ours: Value on this side.
         theirs: Value on the other side.
+        advice: What to do.
+        text: The whole message, where one of two values that differ would not be understood.
     """
 
-    def __init__(self, field: str, ours: object, theirs: object, advice: str = "both sides must agree") -> None:
-        super().__init__(f"{field} differs: ours is {ours!r}, theirs is {theirs!r}; {advice}")
+    def __init__(
+        self, field: str, ours: object, theirs: object, advice: str = "both sides must agree", *, text: str = ""
+    ) -> None:
+        super().__init__(text or f"{field} differs: ours is {ours!r}, theirs is {theirs!r}; {advice}")
         self.field, self.ours, self.theirs = field, ours, theirs
 
 

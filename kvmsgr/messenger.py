@@ -199,6 +199,8 @@ class Messenger:
             RefusedError: A request of this name is alive.
             BusyError: No immediate or context slot is free.
         """
+        if isinstance(sources, Descriptor):
+            raise ConfigError(f"sources is one descriptor, {sources.name!r}; it must be a list of them")
         if not sources:
             raise ConfigError(f"request {request_id!r} names no source")
         for source in sources:

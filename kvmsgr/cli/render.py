@@ -30,7 +30,7 @@ def _head(one: MessengerView) -> Text:
     if any(where):
         text.append("\n  " + ", ".join(printable(part) for part in where if part))
     pages = [f"{printable(own.name) or own.group} {own.held} of {own.total}" for own in one.pages]
-    text.append(f"\n  pages held: {', '.join(pages) or '-'}; quarantined: ")
+    text.append(f"\n  destination pages held, on all ranks: {', '.join(pages) or '-'}; quarantined: ")
     text.append(str(one.quarantined), style="bold red" if one.quarantined else "")
     text.append(f"\n  {printable(one.path)}, incarnation {printable(one.incarnation)}", style="dim")
     if not one.legs:
@@ -51,14 +51,21 @@ def _leg(leg: LegView) -> Text:
         f"layers seen {leg.layers_seen}, sent {leg.layers_sent} of {leg.num_layers}; "
         f"rows sent {leg.rows_posted} of {leg.rows_expected}"
         if serves
-        else f"rows landed {leg.rows_landed} of {leg.rows_expected}"
+        else f"rows landed {leg.rows_landed} of {leg.rows_expected}{_of_all(leg)}"
     )
-    text.append(f"\n    {moved}; pages held {leg.pages_held}")
+    text.append(f"\n    {moved}; {'source' if serves else 'destination'} pages held {leg.pages_held}")
     text.append(f"; attempt {leg.attempt}, slot {leg.slot}.{leg.generation}, leg {leg.leg}", style="dim")
     because = ": ".join(printable(part) for part in (leg.reason, leg.why) if part)
     if because:
         text.append(f"\n    {because}", style="red")
     return text
+
+
+def _of_all(leg: LegView) -> str:
+    """The whole request, where several peers send it."""
+    if leg.attempt_rows_landed is None or leg.attempt_rows_expected in (None, leg.rows_expected):
+        return ""
+    return f" ({leg.attempt_rows_landed} of {leg.attempt_rows_expected} from all its peers)"
 
 
 def duration(seconds: float) -> str:

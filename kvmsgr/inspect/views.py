@@ -49,7 +49,8 @@ class LegView(View, frozen=True, kw_only=True):
         rows_expected: Rows of the whole leg.
         rows_landed: Rows that landed in its slot. None where it serves: its peer knows.
         attempt_rows_landed, attempt_rows_expected: Over all legs of the attempt; None as above, or once it is over.
-        pages_held: Pages this leg keeps from being used again.
+        pages_held: Pages this leg keeps from being used again. "fetch": of all its ranks together, the same
+            pages on each leg of the request; "serve": source pages, counted once, whatever the number of ranks.
         reason: Code of what ended it, "" while nothing did.
         why: The same in words, or why its pages are in quarantine; at most 36 bytes.
         torn: Its owner was stopped while it wrote this down: parts may be older than others.

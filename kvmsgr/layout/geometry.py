@@ -83,10 +83,12 @@ def describe_group(
     first = views[0][0]
     numbers = _layer_numbers(layers, len(views[0]) * first.size["layer"], name)
     num_heads = first.size["head"]
+    known = "" if total_heads is not None else " (those of the arrays, because total_heads was not given)"
     total_heads = num_heads if total_heads is None else total_heads
     if not 0 <= head_start <= total_heads - num_heads:
         raise LayoutError(
             f"group {name!r}: head_start {head_start} and {num_heads} heads do not fit into total_heads {total_heads}"
+            + known
         )
     if recurrent and first.size["token"] > 1:
         raise LayoutError(f"group {name!r}: recurrent, with {first.size['token']} tokens a page; a state has one")

@@ -90,12 +90,13 @@ def divide(sources: Sequence[GroupLayout], destination: GroupLayout) -> list[Sha
     ]
 
 
-def check_covered(sources: Sequence[GroupLayout], destination: GroupLayout) -> None:
+def check_covered(sources: Sequence[GroupLayout], destination: GroupLayout, names: Sequence[str] = ()) -> None:
     """Check that some source holds each layer and head of a destination rank.
 
     Args:
         sources: One group, on each rank of all messengers that send to the destination.
         destination: The same group on the destination rank.
+        names: Of the messengers.
 
     Raises:
         LayoutMismatchError: Names the first layer that is not there as a whole, and the heads that nobody holds.
@@ -106,11 +107,14 @@ def check_covered(sources: Sequence[GroupLayout], destination: GroupLayout) -> N
     for layer in sorted({entry.layer for entry in destination.entries}):
         seen = {head for layers, some in held if layer in layers for head in some}
         if len(seen) < len(heads):
+            missing = _text([head for head in heads if head not in seen])
+            asked = f" (asked: {', '.join(names)})" if names else ""
             raise LayoutMismatchError(
                 f"group {destination.name!r}: heads of layer {layer}",
                 _text(heads),
                 _text(sorted(seen)),
-                f"no source holds {_text([head for head in heads if head not in seen])} of it",
+                text=f"group {destination.name!r}: heads {_text(heads)} of layer {layer} are wanted, and no source "
+                f"holds {missing} of it{asked}; a source is missing, or a cache says the wrong head_start= or layers=",
             )
 
 

@@ -93,7 +93,13 @@ class Delivery:
             LayoutMismatchError: What these ranks hold is not enough.
         """
         wanted = [
-            (stream, target, _held_by(ranks, share.sources, f"what rank {target} wants of group {stream.group}"))
+            (
+                stream,
+                target,
+                _held_by(
+                    ranks, share.sources, f"rank {target} of the decoder wants its part of cache group {stream.group}"
+                ),
+            )
             for stream in self._streams.values()
             for target in stream.targets
             for share in self._routes.shares[target][stream.group]
@@ -101,7 +107,11 @@ class Delivery:
         with_context = self._dispatch.ranks if self._dispatch.context_slot >= 0 else ()
         buffers = [
             (
-                _held_by(ranks, self._routes.holders(layout.name, target.rank), "context buffers"),
+                _held_by(
+                    ranks,
+                    self._routes.holders(layout.name, target.rank),
+                    f"rank {target.rank} of the decoder wants context {layout.name!r}",
+                ),
                 target.rank,
                 layout.name,
             )
@@ -163,7 +173,8 @@ class Delivery:
             LayoutError: There is no such group or page, or the page was given otherwise before.
         """
         if not 0 <= span.group < self._num_groups:
-            raise LayoutError(f"a span names group {span.group}; there are {self._num_groups}")
+            known = list(range(self._num_groups))
+            raise LayoutError(f"a span names cache group {span.group}; the groups here are {known}")
         pages = page_indices(span.pages)
         for stream in self._streams.values():
             if stream.group == span.group:
@@ -190,7 +201,7 @@ class Delivery:
             yield source, self._routes.context[source, target][name]
 
 
-def _held_by(ranks: Collection[int], holders: Sequence[int], what: str) -> tuple[int, ...]:
+def _held_by(ranks: Collection[int], holders: Sequence[int], wanted: str) -> tuple[int, ...]:
     """The ranks of `holders` that are to hold it.
 
     Raises:
@@ -198,8 +209,14 @@ def _held_by(ranks: Collection[int], holders: Sequence[int], what: str) -> tuple
     """
     copies = tuple(source for source in holders if source in ranks)
     if not copies:
-        advice = "accept() must name a rank that holds it"
-        raise LayoutMismatchError(f"ranks that hold {what}", sorted(ranks), sorted(holders), advice)
+        named, have = sorted(ranks), sorted(holders)
+        raise LayoutMismatchError(
+            "ranks",
+            named,
+            have,
+            text=f"{wanted} from one of our ranks {have}, and the request was accepted with ranks {named}; name in "
+            "accept() all that hold it, or none for all",
+        )
     return copies
 
 

@@ -208,7 +208,8 @@ class Fetch:
         for target in self.targets:
             for index, group in enumerate(memory.ranks[target.rank].groups):
                 if any(span.group == index for span in target.spans):
-                    check_covered([own for route in routes.values() for own in route.groups(index)], group)
+                    held = [own for route in routes.values() for own in route.groups(index)]
+                    check_covered(held, group, [peer.name for peer in routes])
         if dispatch.context_slot >= 0:
             self._context_from = self._with_context(routes)
         for peer, route in routes.items():
@@ -218,8 +219,13 @@ class Fetch:
         total = sum(self._leg_rows.values())
         if total != dispatch.expected_rows:
             names = ", ".join(peer.name for peer in routes)
-            advice = "name sources that hold different layers or heads"
-            raise LayoutMismatchError(f"rows of the sources {names}", dispatch.expected_rows, total, advice)
+            raise LayoutMismatchError(
+                "rows",
+                dispatch.expected_rows,
+                total,
+                text=f"{dispatch.expected_rows} rows are wanted, and the sources {names} together would send {total}: "
+                "some hold the same; name sources that hold different layers or heads",
+            )
         for peer in routes:
             self._open_in_ledger(peer)
 

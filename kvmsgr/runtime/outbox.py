@@ -130,7 +130,9 @@ class Outbox:
         known = range(len(self._node.memory.ranks))
         numbers = list(known if ranks is None else ranks)
         if not numbers or len(set(numbers)) < len(numbers) or not set(numbers) <= set(known):
-            raise ConfigError(f"ranks are {numbers}; needed are different ones out of {list(known)}")
+            raise ConfigError(
+                f"request {request_id!r} names the ranks {numbers}; needed are different ones out of {list(known)}"
+            )
         for number in numbers:
             if number in self._node.lost_ranks:
                 raise RankLostError(request_id, f"rank {number} is lost: {self._node.lost_ranks[number]}")
@@ -220,7 +222,8 @@ class Outbox:
 
     def _wire_span(self, span: Span) -> WireSpan:
         if not 0 <= span.group < len(self._node.memory.groups):
-            raise LayoutError(f"a span names cache group {span.group}; there are {len(self._node.memory.groups)}")
+            known = ", ".join(f"{index} {group.name!r}" for index, group in enumerate(self._node.memory.groups))
+            raise LayoutError(f"a span names cache group {span.group}; the groups here are {known}")
         if span.first_token < 0:
             raise LayoutError(f"a span starts at position {span.first_token}; positions start at 0")
         return WireSpan(span.group, span.first_token, page_indices(span.pages).astype("<i4").tobytes())

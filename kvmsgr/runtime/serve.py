@@ -143,7 +143,8 @@ class PrefillRequest:
         known = range(len(self.node.memory.ranks))
         chosen = tuple(known if ranks is None else ranks)
         if not chosen or not set(chosen) <= set(known):
-            raise ConfigError(f"ranks are {list(chosen)}; needed are some of {list(known)}")
+            needed = f"needed are some of {list(known)}"
+            raise ConfigError(f"request {self.request_id!r} accepted with ranks {list(chosen)}; {needed}")
         if self.offered:
             for rank in chosen:
                 if rank in self.node.lost_ranks:

@@ -26,17 +26,18 @@ def run(*arguments: object) -> Result:
 def test_a_stopped_messenger_is_shown_with_its_legs(tmp_path: Path) -> None:
     with child(tmp_path) as process:
         process.send_signal(signal.SIGSTOP)
-        until(lambda: "stopped" in run("--state-dir", tmp_path).stdout, "it is seen to be stopped")
+        until(lambda: " stopped, open for" in run("--state-dir", tmp_path).stdout, "it is seen to be stopped")
         result = run("--state-dir", tmp_path)
         assert result.exit_code == 0, result.output
         assert result.stderr == ""
         assert re.search(rf"decode +pid {process.pid} stopped, open for [\d.]+ m?s, poller not started", result.stdout)
         assert "tcp://127.0.0.1:7000, net (libfabric 1." in result.stdout
-        assert "pages held: kv 7 of 64, window 1 of 8; quarantined: 3" in result.stdout
+        assert "destination pages held, on all ranks: kv 7 of 64, window 1 of 8; quarantined: 3" in result.stdout
         assert re.search(
             r"  fetched  fetch from prefill-0: moving for [\d.]+ m?s, alive for [\d.]+ m?s\n", result.stdout
         )
-        assert "    rows landed 0 of 600; pages held 4; attempt 70, slot 9.2, leg 5\n" in result.stdout
+        moved = "rows landed 0 of 600 (0 of 640 from all its peers); destination pages held 4"
+        assert f"    {moved}; attempt 70, slot 9.2, leg 5\n" in result.stdout
         by_pid, by_path = run("--state-dir", tmp_path, "--pid", process.pid), run(state_path(tmp_path, process.pid))
         assert "fetched" in by_pid.stdout
         assert "fetched" in by_path.stdout
@@ -48,7 +49,7 @@ def test_layers_and_quarantine_are_shown(tmp_path: Path) -> None:
         state.update_leg(6, state="quarantined", reason="peer_lost", why="writes may be in the air", pages_held=2)
         result = run("--state-dir", tmp_path)
     assert "  served  serve to decode-1: quarantined for " in result.stdout
-    assert "    layers seen 0, sent 0 of 32; rows sent 0 of 600; pages held 2; " in result.stdout
+    assert "    layers seen 0, sent 0 of 32; rows sent 0 of 600; source pages held 2; " in result.stdout
     assert "\n    peer_lost: writes may be in the air\n" in result.stdout
 
 
