@@ -56,13 +56,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     reader.add_argument("--list", action="store_true", help="print the cells and run none")
     chosen = reader.parse_args(arguments)
     cells = [cell for cell in (QUICK_CELLS if chosen.quick else CELLS) if chosen.only in cell]
+    if not cells:
+        reader.error(f"no cell has the options {chosen.only!r}; --list prints those of all")
     if chosen.list:
         print("\n".join(cells))
         return 0
     end_in_order(120 * len(cells) + 120)
     model = "random8" if chosen.quick else "smollm2"
     matrix = Matrix(load(model), ["--model", model, "--provider", chosen.provider, "--prompts", str(NUM_PROMPTS)])
-    return max([0 if matrix.run(cell) else 1 for cell in cells], default=2)
+    return max(0 if matrix.run(cell) else 1 for cell in cells)
 
 
 class Matrix:
