@@ -217,7 +217,7 @@ class Messenger:
 
     async def requests(self) -> AsyncIterator[PrefillRequest]:
         """Requests from decoders, each once, until the messenger is closed. Answer each: accept, refuse or busy. One
-        that is over before it was taken here is not given."""
+        that has failed before it was taken here is not given."""
         while (request := await self._node.inbox.next_request()) is not None:
             yield request
 

@@ -37,7 +37,8 @@ log = structlog.get_logger("kvmsgr")
 
 
 class Inbox:
-    """The prefill side of a node. `next_request` gives each request once, in the order they came, unless it is over."""
+    """The prefill side of a node. `next_request` gives each request once, in the order they came, unless it has
+    failed before."""
 
     def __init__(self, node: Node) -> None:
         self.by_tag: dict[int, PrefillRequest] = {}
@@ -115,8 +116,9 @@ class Inbox:
         """What is wrong with a request, found before any of it is planned."""
         if self._closed:
             return Failure(Reason.closed, "the messenger is closing")
-        if len(self._serves) >= self._node.config.max_requests:
-            return Failure(Reason.busy, f"{len(self._serves)} requests are being served, which is the limit")
+        num_held = max(len(self._serves), len(self._offered))
+        if num_held >= self._node.config.max_requests:
+            return Failure(Reason.busy, f"{num_held} requests are being served, which is the limit")
         room = max(
             (group.num_pages * group.page_tokens for group in self._node.memory.groups if not group.recurrent),
             default=dispatch.num_tokens,
@@ -146,7 +148,8 @@ class Inbox:
         """The record of a request has served."""
         del self._serves[(request.peer, request.request_id, request.dispatch.attempt)]
         del self.by_tag[request.tag]
-        self._offered.pop(request, None)  # an engine that is slow to look is not made to hold what is over
+        if request.unwanted:
+            self._offered.pop(request, None)  # an engine that is slow to look is not made to hold what is over
         self._node.ledger.close(request.tag)
         self._node.settled(request.peer)
 

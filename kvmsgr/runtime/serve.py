@@ -128,6 +128,11 @@ class PrefillRequest:
         """Whether the request is over, well or not: chunks of it move nothing any more."""
         return self._machine.state in (core.ServeState.stopping, core.ServeState.ended)
 
+    @property
+    def unwanted(self) -> bool:
+        """Whether it has failed, on either side."""
+        return self._failure is not None
+
     def accept(self, ranks: Sequence[int] | None = None) -> None:
         """Take the request: chunks of it may be announced. Does nothing when the request is over already.
 
