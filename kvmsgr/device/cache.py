@@ -52,7 +52,8 @@ class CacheGroup:
                 "page plane token head dim". The layout has no default.
             name: Name of the group; the same on both sides.
             head_start: Which of the model's KV heads is the first of these.
-            total_heads: KV heads of the model; None: there are no others.
+            total_heads: KV heads of the model; None: there are no others. Must be given where a messenger has several
+                ranks and `dims` has a head axis.
             layers: Which of the model's layers these are, in the order of the arrays; None: 0, 1, ...
             recurrent: The arrays hold a state that each token replaces, not one row a token: a request has one page,
                 which is moved after its last chunk. There is no `token` axis then.
@@ -194,6 +195,8 @@ class Memory:
         if not ranks:
             raise LayoutError("a messenger needs at least one rank")
         described = [_described(number, rank) for number, rank in enumerate(ranks)]
+        if len(ranks) > 1:
+            _check_heads(ranks)
         _check_alike(described)
         if shared_counter:
             numbered = number_signals([rank.groups for rank in described])
@@ -219,6 +222,17 @@ class Memory:
     def num_context_slots(self) -> int:
         """Slots that every context buffer has; 0 without one."""
         return min((layout.num_slots for rank in self.ranks for layout in rank.context), default=0)
+
+
+def _check_heads(ranks: Sequence[Rank]) -> None:
+    """Ranks that do not say which heads they hold would all pass for copies of one another."""
+    for number, rank in enumerate(ranks):
+        for group in rank.cache.groups:
+            if "head" in group.dims.split() and group.total_heads is None:
+                raise LayoutError(
+                    f"rank {number}: group {group.name!r} does not say which heads it holds, and there are "
+                    f"{len(ranks)} ranks; give head_start= and total_heads= (copies have the same head_start)"
+                )
 
 
 def _described(number: int, rank: Rank) -> RankMemory:

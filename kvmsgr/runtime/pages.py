@@ -69,15 +69,24 @@ def release_all(guards: Sequence[PageGuard], spans: Sequence[Span]) -> None:
 def check_cover(groups: Sequence[GroupLayout], spans: Sequence[Span], num_tokens: int) -> None:
     """Check that the pages of each group go on without a gap up to the last position that is moved.
 
-    They may begin anywhere: what lies before is there already, or outside the group's window.
+    They may begin anywhere: what lies before is there already, or outside the group's window. That all of it is there
+    must be said, by a span without pages.
 
     Raises:
-        LayoutError: Positions would be missing at the end or in the middle.
+        LayoutError: Positions would be missing at the end or in the middle, or a group is not mentioned.
     """
+    if num_tokens == 1:
+        return  # nothing is moved
     for index, group in enumerate(groups):
+        of_group = sorted((span for span in spans if span.group == index), key=lambda span: span.first_token)
+        if not of_group:
+            first = 0 if group.recurrent else num_tokens - 1
+            raise LayoutError(
+                f"group {group.name!r}: no span says where it goes; if all of it is there already, say so by "
+                f"Span({index}, {first}, [])"
+            )
         if group.recurrent:
             continue  # its one page is the end of the prompt
-        of_group = sorted((span for span in spans if span.group == index), key=lambda span: span.first_token)
         ranges = [span_positions(span, group.page_tokens, num_tokens) for span in of_group]
         ends = [*(positions.start for positions in ranges[1:]), num_tokens - 1]
         for positions, wanted in zip(ranges, ends, strict=False):

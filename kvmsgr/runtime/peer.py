@@ -53,6 +53,7 @@ DISCONNECTED = frozenset(
     {errno.ECONNRESET, errno.ECONNABORTED, errno.ENOTCONN, errno.ECANCELED, errno.EPIPE, errno.ESHUTDOWN}
 )
 MAX_UNREAD_BYTES = 64 << 20
+MAX_ENDPOINTS = 1024  # of a peer
 
 
 class PeerDriver:
@@ -322,6 +323,7 @@ class PeerDriver:
             raise LocalProtocolError(f"Attach in state {self.machine.state!s}")
         try:
             self._check_lease(attach)
+            self._check_endpoints(attach)
             self.routes = Routes(self.node.memory, attach.ranks, self.node.fabric.choice.provider)
         except MismatchError as error:
             self.lose(Failure(Reason.layout_mismatch, str(error)))
@@ -330,6 +332,18 @@ class PeerDriver:
             self.lose(Failure(Reason.protocol, f"{self.name} describes memory that it does not have: {error}"))
             return
         self.feed(core.Attached())
+
+    def _check_endpoints(self, attach: Attach) -> None:
+        """There may be only so many, for their pairs with ours are looked at one by one. And a peer that sends our own
+        Attach back would have us write to ourselves, and hear ourselves alive."""
+        theirs = {endpoint.address for rank in attach.ranks for endpoint in rank.endpoints}
+        num = sum(len(rank.endpoints) for rank in attach.ranks)
+        if num > MAX_ENDPOINTS:
+            raise LocalProtocolError(f"{self.name} has {num} endpoints; at most {MAX_ENDPOINTS} are taken")
+        if self.machine.state is not PeerState.attaching or self.node.fabric.rotates:
+            return  # it does not know ours yet, or all know the same
+        if not theirs.isdisjoint(self.node.fabric.poller.link_address(link) for link in self.open_links):
+            raise LocalProtocolError(f"{self.name} names an endpoint of ours as its own")
 
     def _check_lease(self, attach: Attach) -> None:
         config = self.node.config

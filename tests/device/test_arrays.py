@@ -125,7 +125,7 @@ def test_context_buffers_have_memory_and_names_of_their_own() -> None:
 
 def group(page_tokens: int = 4, name: str = "kv", layers: tuple[int, ...] = (0, 1, 2)) -> kvmsgr.CacheGroup:
     array = np.zeros((3, 5, 2, page_tokens, 8), np.float32)
-    return kvmsgr.CacheGroup.from_tensors([array], "layer page head token dim", name=name, layers=layers)
+    return kvmsgr.CacheGroup.from_tensors([array], "layer page head token dim", name=name, layers=layers, total_heads=2)
 
 
 @pytest.mark.parametrize(
@@ -153,3 +153,11 @@ def test_signals_count_the_layers_of_all_ranks_or_of_each() -> None:
 def test_a_messenger_has_ranks_and_a_rank_has_interfaces(ranks: list[kvmsgr.Rank], said: str) -> None:
     with pytest.raises(LayoutError, match=said):
         Memory.describe(ranks, shared_counter=True)
+
+
+def test_ranks_say_which_heads_they_hold() -> None:
+    """Else each would pass for a copy of the others, and wrong bytes for success."""
+    silent = kvmsgr.CacheGroup.from_tensors([np.zeros((3, 5, 2, 4, 8), np.float32)], "layer page head token dim")
+    with pytest.raises(LayoutError, match=r"rank 1: group 'kv' does not say which heads.*total_heads="):
+        Memory.describe([kvmsgr.Rank(kvmsgr.Cache([one])) for one in (group(), silent)], shared_counter=True)
+    describe(kvmsgr.Cache([silent]))  # alone it has all heads

@@ -244,6 +244,8 @@ async def test_what_an_engine_gets_wrong_is_told_at_once() -> None:
             decoder.fetch("r", [], [1, 2], [Span(0, 0, [1])])
         with pytest.raises(ConfigError, match="no tokens"):
             decoder.fetch("r", peer, [], [])
+        with pytest.raises(LayoutError, match=r"group 'kv': no span says where it goes.*Span\(0, 8, \[\]\)"):
+            decoder.fetch("r", peer, range(9), [])
         fetch, request = await started(both)
         with pytest.raises(RefusedError, match="already"):
             both.fetch("r", NUM_TOKENS, [6, 7])

@@ -270,3 +270,44 @@ async def test_garbage_costs_only_its_own_connection() -> None:
             await writer.wait_closed()
         await until(lambda: len(both.prefiller.node.peers) == 0, "the bad peers are forgotten")
         await serve_one(both)
+
+
+async def test_a_peer_that_sends_our_attach_back_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would have us write to ourselves, and our own heartbeats would keep it alive."""
+    async with pair("net") as both:
+        ours, real = both.decoder.node, Connection.send
+        held: list[tuple[Connection, Attach]] = []
+        sent: list[Attach] = []
+
+        def mirror(connection: Connection, message: object) -> None:
+            if not isinstance(message, Attach):
+                real(connection, message)  # type: ignore[arg-type]
+                return
+            if connection in ours.connections:
+                sent.append(message)
+                real(connection, message)
+            else:
+                held.append((connection, message))
+            if sent and held:  # it knows ours, now
+                late, attach = held.pop()
+                real(late, replace(attach, ranks=sent[0].ranks))
+
+        monkeypatch.setattr(Connection, "send", mirror)
+        with pytest.raises(TransferError, match="an endpoint of ours as its own"):
+            await within(both.fetch("r", 3, [0]))
+
+
+async def test_a_peer_has_only_so_many_endpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with pair("net") as both:
+        real = Connection.send
+
+        def boast(connection: Connection, message: object) -> None:
+            if isinstance(message, Attach):
+                [rank] = message.ranks
+                rank = replace(rank, endpoints=rank.endpoints * 64)
+                message = replace(message, ranks=[replace(rank, rank=number) for number in range(17)])
+            real(connection, message)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(Connection, "send", boast)
+        with pytest.raises(TransferError, match="1088 endpoints; at most 1024"):
+            await within(both.fetch("r", 3, [0]))
