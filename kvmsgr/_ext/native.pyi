@@ -185,6 +185,15 @@ class LayerCounter:
     def bump(self) -> None: ...
 
 @disjoint_base
+def begin_step(
+    pollers: Sequence[Poller],
+    parts: Sequence[tuple[int, int, int]],
+    orders: npt.NDArray[np.int64],
+    pages: npt.NDArray[np.int32],
+    edges: npt.NDArray[np.uint64],
+    deadline_ns: int,
+) -> list[int]: ...
+
 class Poller:
     def __new__(
         cls,
@@ -204,7 +213,13 @@ class Poller:
         lease_ns: int = 2_000_000_000,
         first_lease_ns: int = 0,
         shared_endpoint: bool = False,
+        index: int = 0,
+        num_pollers: int = 1,
     ) -> Self: ...
+    @property
+    def index(self) -> int: ...
+    @property
+    def num_pollers(self) -> int: ...
     @property
     def fd(self) -> int: ...
     @property
