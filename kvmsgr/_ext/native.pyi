@@ -184,7 +184,6 @@ class LayerCounter:
     def start(self, ticket: int) -> None: ...
     def bump(self) -> None: ...
 
-@disjoint_base
 def begin_step(
     pollers: Sequence[Poller],
     parts: Sequence[tuple[int, int, int]],
@@ -194,6 +193,7 @@ def begin_step(
     deadline_ns: int,
 ) -> list[int]: ...
 
+@disjoint_base
 class Poller:
     def __new__(
         cls,

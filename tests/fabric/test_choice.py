@@ -30,7 +30,7 @@ from kvmsgr.fabric.state_view import StateView
 
 def settings(fabric: str, local: bool, tmp_path: Path) -> FabricSettings:
     return FabricSettings(
-        fabric, local, ["127.0.0.1"], "ab" * 16, 1024, 0.5, 2.0, 5.0, "auto", None, None, str(tmp_path)
+        fabric, local, ["127.0.0.1"], "ab" * 16, 1024, 0.5, 2.0, 5.0, "auto", [(1, None)], None, str(tmp_path)
     )
 
 
