@@ -93,8 +93,9 @@ class PollerGroup:
     def add_counter(self, counter: LayerCounter, nics: Sequence[int] | None = None) -> int:
         """`nics`: of the links whose transfers wait for it; None: all."""
         chosen = range(self._nics[-1].stop) if nics is None else nics
+        watchers = sum({1 << self._of_nic(nic) for nic in chosen})
         indices = {poller.add_counter(counter) for poller in self._pollers}
-        self._watchers.append(sum({1 << self._of_nic(nic) for nic in chosen}))
+        self._watchers.append(watchers)
         (index,) = indices
         return index
 
