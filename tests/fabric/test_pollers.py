@@ -145,9 +145,9 @@ def test_rounds_are_those_that_all_have_gone() -> None:
         slow.disturb(1, slow_ns=SLOW_NS)
         slowed, running = slow.stats()["rounds"], fast.stats()["rounds"]
         before = pair.source.stats()["rounds"]
-        pair.source.until(lambda: fast.stats()["rounds"] > running + 100, "the other goes on")
+        pair.source.until(lambda: fast.stats()["rounds"] > running + 1000, "the other goes on")
         gone = pair.source.stats()["rounds"] - before
-        assert gone <= slow.stats()["rounds"] - slowed + 1
+        assert gone < slow.stats()["rounds"] - slowed + 20  # some were not counted yet before
         slow.disturb(1)
         pair.source.wait_rounds()
 
@@ -250,14 +250,16 @@ def test_records_that_are_not_for_the_outside_hide_no_others() -> None:
 
 
 def test_those_that_were_opened_are_closed_when_one_cannot_be() -> None:
-    state = native.StateFile(None)
+    state, opened = native.StateFile(None), list[NativePoller]()
 
     def open_one(index: int) -> NativePoller:
-        return native.Poller(NET if index == 0 else "no-such-provider", state, index=index, num_pollers=2)
+        opened.append(native.Poller("no-such-provider" if index else NET, state, index=index, num_pollers=2))
+        return opened[-1]
 
     with pytest.raises(native.NativeError, match="no-such-provider"):
         PollerGroup(open_one, [1, 1])
-    state.close()  # no poller counts into it any more
+    assert [poller.closed for poller in opened] == [True]
+    state.close()
 
 
 def test_regions_have_the_same_number_in_all() -> None:

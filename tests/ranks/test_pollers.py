@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 import kvmsgr
 from kvmsgr._ext import native
+from kvmsgr.device.cache import Memory
 from kvmsgr.errors import ConfigError, PeerLostError, StepFaultError, TransferError
 from kvmsgr.fabric.libfabric import providers
 from kvmsgr.fabric.pollers import PollerGroup
+from kvmsgr.messenger import _deal
 
 from .halfway import Halfway, asked, forward, halfway, run_layer, until
 from .sharded import Group, Node, Sharding, move, node, within
@@ -144,6 +149,16 @@ async def test_a_peer_with_a_thread_that_hears_nothing_is_lost() -> None:
         await within(one.request.released())
         clear(one)
         await move(prefiller, decoder, 3, NUM_TOKENS)
+
+
+def test_a_rank_stays_with_one_thread_whatever_it_has() -> None:
+    interfaces = [(0, None), (0, None), (0, None), (1, None), (2, None), (2, None)]
+    memory = cast(Memory, SimpleNamespace(ranks=range(3), interfaces=interfaces))
+    cpu = min(os.sched_getaffinity(0))
+    assert _deal(kvmsgr.Config(name="x", model="m", pollers=2), memory) == [(4, None), (2, None)]
+    assert _deal(kvmsgr.Config(name="x", model="m", poller_core=cpu), memory) == [(6, cpu)]
+    spread = kvmsgr.Config(name="x", model="m", pollers=3, poller_core=[cpu] * 3)
+    assert _deal(spread, memory) == [(3, cpu), (1, cpu), (2, cpu)]
 
 
 async def test_there_are_no_more_threads_than_ranks() -> None:
