@@ -258,7 +258,8 @@ class Messenger:
         self._node.rank_lost(rank, why)
 
     def inject(self, kind: str, nth: int) -> None:
-        """Spoil the `nth` write from now on, to see a fault found: "drop", "flip" a byte of it, or "fail"."""
+        """Spoil the `nth` write from now on, to see a fault found: "drop", "flip" a byte of it, or "fail". With several
+        polling threads it is the first one's nth."""
         self._node.fabric.poller.inject(kind, nth)
 
     def stats(self) -> dict[str, int]:
