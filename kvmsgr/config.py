@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from kvmsgr.address import Tcp, parse
@@ -11,6 +12,7 @@ from kvmsgr.errors import ConfigError
 MAX_S = 1e7
 MAX_NAME = 256
 MAX_CQ_ENTRIES = 1 << 20
+MAX_POLLERS = 64
 FABRICS = ("auto", "shm", "net", "tcp", "tcp;ofi_rxm", "verbs;ofi_rxm", "efa", "inprocess")
 
 FENCES = ("auto", "endpoint", "rotation")
@@ -54,8 +56,10 @@ class Config:
         connect_timeout_s: From dialling a peer until requests may go.
         step_timeout_s: From `begin_step` until the step must have run all its layers.
         max_requests: Requests alive at once on the prefill side; beyond that a decoder is told to come back later.
-        poller_core: CPU of the polling thread; None: any.
-        poller_spins: Whether the polling thread spins while something is under way; None: if there are more than
+        pollers: Polling threads. Each serves the network interfaces of some ranks that are neighbours by number, and
+            there are at most as many as ranks. "inprocess" has none, whatever is set.
+        poller_core: CPU of the polling thread, or one for each; None: any.
+        poller_spins: Whether a polling thread spins while something is under way; None: if there are more than
             two CPUs.
         state_dir: Folder (on tmpfs) of the state file; None: the user's runtime folder, else /dev/shm.
     """
@@ -80,7 +84,8 @@ class Config:
     connect_timeout_s: float = 5.0
     step_timeout_s: float = 60.0
     max_requests: int = 1024
-    poller_core: int | None = None
+    pollers: int = 1
+    poller_core: int | Sequence[int] | None = None
     poller_spins: bool | None = None
     state_dir: str | None = None
 
@@ -108,10 +113,25 @@ class Config:
         for field in ("name", "model"):
             if len(getattr(self, field)) > MAX_NAME:
                 raise ConfigError(f"{field} has {len(getattr(self, field))} characters; at most {MAX_NAME} travel")
-        cores = os.sched_getaffinity(0)
-        if self.poller_core is not None and self.poller_core not in cores:
-            raise ConfigError(f"poller_core is {self.poller_core}; this process may run on {sorted(cores)}")
+        self._check_pollers()
         if not 0 < self.cq_entries <= MAX_CQ_ENTRIES:
             raise ConfigError(f"cq_entries is {self.cq_entries}; it must be in 1..{MAX_CQ_ENTRIES}")
         if not 0 < self.window <= self.cq_entries // 2:
             raise ConfigError(f"window is {self.window}; it must be in 1..{self.cq_entries // 2} (half of cq_entries)")
+
+    def _check_pollers(self) -> None:
+        if not 1 <= self.pollers <= MAX_POLLERS:
+            raise ConfigError(f"pollers is {self.pollers}; it must be in 1..{MAX_POLLERS}")
+        if len(self.poller_cores) != self.pollers:
+            raise ConfigError(f"poller_core is {self.poller_core}; {self.pollers} polling threads need one CPU each")
+        cores = os.sched_getaffinity(0)
+        for core in self.poller_cores:
+            if core is not None and core not in cores:
+                raise ConfigError(f"poller_core is {core}; this process may run on {sorted(cores)}")
+
+    @property
+    def poller_cores(self) -> tuple[int | None, ...]:
+        """CPU of each polling thread; None: any."""
+        if self.poller_core is None:
+            return (None,) * self.pollers
+        return (self.poller_core,) if isinstance(self.poller_core, int) else tuple(self.poller_core)

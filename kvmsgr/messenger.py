@@ -51,6 +51,17 @@ def _describe(config: Config, cache: Cache | None, context: Sequence[ContextBuff
     return Memory.describe(ranks, shared_counter=config.layer_counters == "lead")
 
 
+def _deal(config: Config, memory: Memory) -> list[tuple[int, int | None]]:
+    """Of each polling thread, the network interfaces that it serves, and its CPU: neighbouring ranks share a thread."""
+    num, num_ranks = config.pollers, len(memory.ranks)
+    if num > num_ranks:
+        raise ConfigError(f"pollers is {num}, and there are {num_ranks} ranks; each polling thread serves at least one")
+    sizes = [0] * num
+    for rank, _ in memory.interfaces:
+        sizes[rank * num // num_ranks] += 1
+    return list(zip(sizes, config.poller_cores, strict=True))
+
+
 class Messenger:
     """Moves the KV of requests between engines. Both roles in one object: `fetch` is the decoder's side, `requests`
     and `begin_step` are the prefiller's. Open one with `Messenger.open`.
@@ -88,7 +99,7 @@ class Messenger:
         Raises:
             LayoutError: The cache or a buffer cannot be described.
             ConfigError: Neither or both of `cache` and `ranks` are given, too few counters, or one that a messenger
-                has used before.
+                has used before, or more polling threads than ranks.
             FabricUnavailableError: No provider passed the self-test.
             AddressError: The control socket cannot be listened on.
         """
@@ -110,7 +121,7 @@ class Messenger:
             lease_s=config.lease_s,
             connect_timeout_s=config.connect_timeout_s,
             fence=config.fence,
-            poller_core=config.poller_core,
+            pollers=_deal(config, memory),
             poller_spins=config.poller_spins,
             state_dir=config.state_dir,
         )
@@ -254,7 +265,8 @@ class Messenger:
         self._node.rank_lost(rank, why)
 
     def inject(self, kind: str, nth: int) -> None:
-        """Spoil the `nth` write from now on, to see a fault found: "drop", "flip" a byte of it, or "fail"."""
+        """Spoil the `nth` write from now on, to see a fault found: "drop", "flip" a byte of it, or "fail". With several
+        polling threads it is the first one's nth."""
         self._node.fabric.poller.inject(kind, nth)
 
     def stats(self) -> dict[str, int]:

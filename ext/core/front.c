@@ -68,6 +68,7 @@ struct kv_poller *kv_poller_open(const struct kv_config *config, struct kv_state
     memset(p, 0, sizeof *p);
     p->config = *config;
     p->config.provider = NULL, p->config.nics = NULL;   /* the caller's; not needed later */
+    p->config.num_pollers += !config->num_pollers;
     p->state = state;
     p->clock = kv_now_ns;
     p->timeouts_checked_ns = kv_look(p);
@@ -249,7 +250,7 @@ static int64_t register_locked(struct kv_poller *p, uint64_t address, uint64_t b
         kv_error_set(e, KV_CLOSED, "regions are registered before the first link or step");
         return -1;
     }
-    if (index == KV_MAX_REGIONS || !bytes || address + bytes < address || !nics) {
+    if (index == KV_MAX_REGIONS || !bytes || address + bytes < address) {
         kv_error_set(e, KV_INVALID, "region %u of at most %d: %llu bytes at 0x%llx, on interfaces 0x%llx", index,
                      KV_MAX_REGIONS, (unsigned long long)bytes, (unsigned long long)address, (unsigned long long)nics);
         return -1;
@@ -278,7 +279,7 @@ int64_t kv_register(struct kv_poller *p, uint64_t address, uint64_t bytes, uint6
     return index;
 }
 
-int64_t kv_add_stream(struct kv_poller *p, struct kv_layer_counter *c, uint32_t num_slots, struct kv_error *e)
+int64_t kv_add_stream(struct kv_poller *p, struct kv_layer_counter *c, struct kv_turns *turns, struct kv_error *e)
 {
     if (!kv_front_enter(p, e))
         return -1;
@@ -287,7 +288,7 @@ int64_t kv_add_stream(struct kv_poller *p, struct kv_layer_counter *c, uint32_t 
     struct kv_stream *s = NULL;
     if (index == KV_MAX_STREAMS)
         kv_error_set(e, KV_FULL, "a poller watches at most %d layer counters", KV_MAX_STREAMS);
-    else if (!(s = kv_stream_new(c, num_slots, index)))
+    else if (!(s = kv_stream_new(c, index, turns)))
         kv_error_memory(e);
     bool ok = s && kv_front_submit(p, (struct kv_command){.kind = KV_ADD_STREAM, .object = s}, e);
     if (ok)

@@ -41,7 +41,8 @@ static int64_t open_link_locked(struct kv_poller *p, uint32_t nic, const uint64_
         kv_error_set(e, KV_FULL, "%u links are open", KV_MAX_LINKS);
         return -1;
     }
-    uint32_t id = (++p->front.links_made << KV_LINK_SLOT_BITS) | slot;
+    uint32_t number = ++p->front.links_made * p->config.num_pollers + p->config.index;
+    uint32_t id = number << KV_LINK_SLOT_BITS | slot;
     struct kv_link *l = kv_link_new(id, &p->nics[nic], keys, (char *)&p->cells[slot]);
     if (!l) {
         kv_error_memory(e);

@@ -39,104 +39,173 @@ static struct kv_transfer *make_transfer(struct kv_poller *p, const struct kv_or
     return x;
 }
 
-/* A step as it is made: each part with its transfers. */
+/* A step as it is made, on all of its pollers. */
 struct making {
-    uint32_t num_parts;
+    struct kv_poller *const *pollers;
     const struct kv_part *parts;
-    struct kv_stream *streams[KV_MAX_STREAMS];
-    struct kv_step *steps[KV_MAX_STREAMS];
+    uint32_t num_pollers, num_parts;
+    uint64_t deadline_ns;
+    struct kv_step *steps[];   /* of a poller num_parts; NULL: it has nothing to do with that part */
 };
 
-static bool find_streams(struct kv_poller *p, struct making *m, struct kv_error *e)
+static struct kv_step **steps_of(struct making *m, uint32_t poller) { return m->steps + poller * m->num_parts; }
+
+/* The streams of a poller's parts. Under its lock. */
+static bool find_streams(struct making *m, uint32_t poller, struct kv_stream **streams, struct kv_error *e)
 {
+    struct kv_poller *p = m->pollers[poller];
     uint64_t taken = 0;
     for (uint32_t i = 0; i < m->num_parts; i++) {
         uint32_t index = m->parts[i].stream, num_bumps = m->parts[i].num_bumps;
+        streams[i] = NULL;
+        if (!(m->parts[i].pollers >> poller & 1))
+            continue;
         if (index >= p->front.num_streams || num_bumps > KV_MAX_BUMPS)
             return kv_error_set(e, KV_INVALID, "layer counter %u of %u, %u bumps", index, p->front.num_streams,
                                 num_bumps);
         if (taken >> index & 1)
             return kv_error_set(e, KV_INVALID, "layer counter %u has two parts of one step", index);
         taken |= 1ull << index;
-        m->streams[i] = p->front.streams[index];
+        streams[i] = p->front.streams[index];
     }
-    return true;
+    return !taken || kv_front_start(p, e);
 }
 
-static bool fill(struct kv_poller *p, struct making *m, const struct kv_order *orders, size_t num_orders,
-                 uint64_t deadline_ns, struct kv_error *e)
+static bool make_steps(struct making *m, uint32_t poller, struct kv_error *e)
 {
-    for (uint32_t i = 0; i < m->num_parts; i++)
-        if (!(m->steps[i] = kv_step_new(m->streams[i], m->parts[i].num_bumps, deadline_ns)))
-            return kv_error_memory(e);
-    for (size_t i = 0; i < num_orders; i++) {
-        uint32_t part = orders[i].part;
-        if (part >= m->num_parts)
-            return kv_error_set(e, KV_INVALID, "transfer %zu: part %u of a step of %u", i, part, m->num_parts);
-        struct kv_transfer *x = make_transfer(p, &orders[i], i, m->parts[part].num_bumps, e);
-        if (!x)
-            return false;
-        kv_list_append(&m->steps[part]->transfers, &x->in_step);
+    struct kv_poller *p = m->pollers[poller];
+    struct kv_stream *streams[KV_MAX_STREAMS];
+    kv_front_lock(p);
+    bool ok = find_streams(m, poller, streams, e);
+    kv_front_unlock(p);
+    for (uint32_t i = 0; i < m->num_parts && ok; i++)
+        if (streams[i] && !(steps_of(m, poller)[i] = kv_step_new(streams[i], m->parts[i].num_bumps, m->deadline_ns)))
+            ok = kv_error_memory(e);
+    return ok;
+}
+
+static bool add_order(struct making *m, const struct kv_order *o, size_t index, struct kv_error *e)
+{
+    uint32_t poller = kv_link_poller(o->link, m->num_pollers);
+    if (o->part >= m->num_parts)
+        return kv_error_set(e, KV_INVALID, "transfer %zu: part %u of a step of %u", index, o->part, m->num_parts);
+    struct kv_step *s = steps_of(m, poller)[o->part];
+    if (!s)
+        return kv_error_set(e, KV_INVALID, "transfer %zu: layer counter %u is not watched for link %u", index,
+                            m->parts[o->part].stream, o->link);
+    struct kv_transfer *x = make_transfer(m->pollers[poller], o, index, m->parts[o->part].num_bumps, e);
+    if (x)
+        kv_list_append(&s->transfers, &x->in_step);
+    return x;
+}
+
+/* What the pollers of a part share; NULL with the error. */
+static struct kv_turns *find_turns(struct making *m, uint32_t part, uint32_t *num_steps, struct kv_error *e)
+{
+    struct kv_turns *turns = NULL;
+    *num_steps = 0;
+    for (uint32_t i = 0; i < m->num_pollers; i++) {
+        struct kv_step *s = steps_of(m, i)[part];
+        if (!s)
+            continue;
+        if (turns && s->stream->turns != turns) {
+            kv_error_set(e, KV_INVALID, "layer counter %u is another one in each poller", m->parts[part].stream);
+            return NULL;
+        }
+        turns = s->stream->turns;
+        ++*num_steps;
     }
-    return true;
+    if (!turns)
+        kv_error_set(e, KV_INVALID, "no poller watches layer counter %u", m->parts[part].stream);
+    return turns;
 }
 
 /* Takes a ticket for every part, or none. */
-static bool claim(struct making *m, struct kv_error *e)
+static bool claim(struct making *m, uint64_t *tickets, struct kv_error *e)
 {
-    for (uint32_t i = 0; i < m->num_parts; i++) {
-        if ((m->steps[i]->ticket = kv_stream_claim(m->streams[i])))
+    struct kv_turns *turns[KV_MAX_STREAMS];
+    for (uint32_t part = 0; part < m->num_parts; part++) {
+        uint32_t num_steps;
+        turns[part] = find_turns(m, part, &num_steps, e);
+        if (turns[part] && (tickets[part] = kv_turns_claim(turns[part], num_steps)))
             continue;
-        kv_error_set(e, KV_FULL, "%u steps of layer counter %u are outstanding, one a ring slot",
-                     m->streams[i]->num_slots, m->streams[i]->index);
-        while (i--)
-            kv_stream_unclaim(m->streams[i], m->steps[i]->ticket);
+        if (turns[part])
+            kv_error_set(e, KV_FULL, "%u steps of layer counter %u are outstanding, one a ring slot",
+                         turns[part]->num_slots, m->parts[part].stream);
+        while (part--)
+            kv_turns_unclaim(turns[part], tickets[part]);
         return false;
     }
     return true;
 }
 
-static bool reserve_and_claim(struct kv_poller *p, struct making *m, struct kv_error *e)
+/* The first step of a poller, with the others behind it, each with its ticket. NULL: it has nothing to do. */
+static struct kv_step *chain(struct making *m, uint32_t poller, const uint64_t *tickets)
 {
-    if (!kv_commands_reserve(&p->commands))
-        return kv_error_set(e, KV_FULL, "%u commands wait for the poller", KV_COMMANDS);
-    if (claim(m, e))
-        return true;
-    kv_commands_unreserve(&p->commands);
-    return false;
+    struct kv_step *first = NULL;
+    for (uint32_t part = m->num_parts; part--;) {
+        struct kv_step *s = steps_of(m, poller)[part];
+        if (!s)
+            continue;
+        s->ticket = tickets[part];
+        s->next_part = first;
+        first = s;
+    }
+    return first;
 }
 
-static bool begin_step(struct kv_poller *p, struct making *m, const struct kv_order *orders, size_t num_orders,
-                       uint64_t deadline_ns, uint64_t *tickets, struct kv_error *e)
+static bool reserve_and_claim(struct making *m, uint64_t *tickets, struct kv_error *e)
 {
-    if (!m->num_parts || m->num_parts > KV_MAX_STREAMS)
-        return kv_error_set(e, KV_INVALID, "a step on %u layer counters; want 1 to %d", m->num_parts, KV_MAX_STREAMS);
-    kv_front_lock(p);
-    bool ok = kv_front_start(p, e) && find_streams(p, m, e);
-    kv_front_unlock(p);
-    if (!ok)
-        return false;
-    if (!fill(p, m, orders, num_orders, kv_now_ns() + deadline_ns, e) || !reserve_and_claim(p, m, e)) {
-        for (uint32_t i = 0; i < m->num_parts && m->steps[i]; i++)
+    uint32_t num = 0;
+    while (num < m->num_pollers && kv_commands_reserve(&m->pollers[num]->commands))
+        num++;
+    bool ok = num == m->num_pollers ? claim(m, tickets, e)
+                                    : kv_error_set(e, KV_FULL, "%u commands wait for the poller", KV_COMMANDS);
+    while (!ok && num--)
+        kv_commands_unreserve(&m->pollers[num]->commands);
+    return ok;
+}
+
+static bool begin_step(struct making *m, const struct kv_order *orders, size_t num_orders, uint64_t *tickets,
+                       struct kv_error *e)
+{
+    bool ok = true;
+    for (uint32_t i = 0; i < m->num_pollers && ok; i++)
+        ok = make_steps(m, i, e);
+    for (size_t i = 0; i < num_orders && ok; i++)
+        ok = add_order(m, &orders[i], i, e);
+    ok = ok && reserve_and_claim(m, tickets, e);
+    for (uint32_t i = 0; i < m->num_pollers * m->num_parts && !ok; i++)
+        if (m->steps[i])
             kv_step_free(m->steps[i]);
-        return false;
+    for (uint32_t i = 0; i < m->num_pollers && ok; i++) {
+        struct kv_step *first = chain(m, i, tickets);
+        if (first)   /* once it is pushed it is the poller's, and may be gone already */
+            kv_commands_push(&m->pollers[i]->commands, (struct kv_command){.kind = KV_ARM_STEP, .object = first});
+        else
+            kv_commands_unreserve(&m->pollers[i]->commands);
     }
-    for (uint32_t i = 0; i < m->num_parts; i++) {
-        tickets[i] = m->steps[i]->ticket;
-        m->steps[i]->next_part = i + 1 < m->num_parts ? m->steps[i + 1] : NULL;
-    }
-    kv_commands_push(&p->commands, (struct kv_command){.kind = KV_ARM_STEP, .object = m->steps[0]});
-    return true;   /* the steps are the poller's, and may be gone already */
+    return ok;
 }
 
-bool kv_begin_step(struct kv_poller *p, const struct kv_part *parts, uint32_t num_parts, const struct kv_order *orders,
-                   size_t num_orders, uint64_t deadline_ns, uint64_t *tickets, struct kv_error *e)
+bool kv_begin_step(struct kv_poller *const *pollers, uint32_t num_pollers, const struct kv_part *parts,
+                   uint32_t num_parts, const struct kv_order *orders, size_t num_orders, uint64_t deadline_ns,
+                   uint64_t *tickets, struct kv_error *e)
 {
-    struct making m = {.num_parts = num_parts, .parts = parts};
-    if (!kv_front_enter(p, e))
-        return false;
-    bool ok = begin_step(p, &m, orders, num_orders, deadline_ns, tickets, e);
-    kv_front_leave(p);
+    if (!num_parts || num_parts > KV_MAX_STREAMS)
+        return kv_error_set(e, KV_INVALID, "a step on %u layer counters; want 1 to %d", num_parts, KV_MAX_STREAMS);
+    struct making *m = calloc(1, sizeof *m + num_pollers * num_parts * sizeof *m->steps);
+    if (!m)
+        return kv_error_memory(e);
+    *m = (struct making){.pollers = pollers, .parts = parts, .num_pollers = num_pollers, .num_parts = num_parts,
+                         .deadline_ns = kv_now_ns() + deadline_ns};
+    uint32_t num_entered = 0;   /* none of them closes before all have it */
+    while (num_entered < num_pollers && kv_front_enter(pollers[num_entered], e))
+        num_entered++;
+    bool ok = num_entered == num_pollers && begin_step(m, orders, num_orders, tickets, e);
+    while (num_entered--)
+        kv_front_leave(pollers[num_entered]);
+    free(m);
     return ok;
 }
 

@@ -73,7 +73,8 @@ struct kv_retarget {
 };
 
 struct kv_link {
-    uint32_t id;                  /* number << KV_LINK_SLOT_BITS | slot: never the same twice */
+    uint32_t id;                  /* number << KV_LINK_SLOT_BITS | slot: never the same twice in a messenger; its
+                                     pollers take turns at the numbers */
     _Atomic bool opened;
     bool connected;               /* callers' side: connect was asked for */
     bool failed;                  /* poller's side: nothing more is posted */
@@ -113,6 +114,11 @@ struct kv_link {
 };
 
 static inline uint32_t kv_link_slot(uint32_t id) { return id & (KV_MAX_LINKS - 1); }
+/* Which of so many pollers made it. */
+static inline uint32_t kv_link_poller(uint32_t id, uint32_t num_pollers)
+{
+    return (id >> KV_LINK_SLOT_BITS) % num_pollers;
+}
 
 static inline struct kv_domain *kv_link_landing(struct kv_link *l)   /* NULL: not opened */
 {

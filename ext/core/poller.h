@@ -17,12 +17,14 @@
 
 #define KV_MAX_REGIONS 1024
 #define KV_MAX_NICS 64
+#define KV_MAX_POLLERS 64
 #define KV_CQ_BATCH 64
 
 struct kv_config {
     const char *provider;
     const char *const *nics;      /* the address of each network interface; NULL: any */
     uint32_t num_nics;
+    uint32_t index, num_pollers;  /* which one of its messenger's it is; 0 pollers: the only one */
     int core;                     /* -1: wherever the scheduler likes */
     uint32_t cq_entries;          /* of each interface */
     bool spin;                    /* while busy; else short naps leave the core to the engine */
@@ -117,9 +119,10 @@ bool kv_poller_self_test(struct kv_poller *p, struct kv_error *e);
 bool kv_poller_close(struct kv_poller *p);
 void kv_poller_free(struct kv_poller *p);
 
-/* On the interfaces of this mask. -1: error */
+/* On the interfaces of this mask; 0: it is known by its number alone. -1: error */
 int64_t kv_register(struct kv_poller *p, uint64_t address, uint64_t bytes, uint64_t nics, struct kv_error *e);
-int64_t kv_add_stream(struct kv_poller *p, struct kv_layer_counter *c, uint32_t num_slots, struct kv_error *e);         /* -1: error */
+/* `turns`: shared with the other pollers that watch this counter; NULL: there are none. -1: error */
+int64_t kv_add_stream(struct kv_poller *p, struct kv_layer_counter *c, struct kv_turns *turns, struct kv_error *e);
 /* -1: error */
 int64_t kv_open_link(struct kv_poller *p, uint32_t nic, const uint64_t *keys, uint32_t num_keys, struct kv_error *e);
 /* Once it is opened: its endpoint's name, and the regions a peer must use (room for KV_MAX_REGIONS). -1: error */
@@ -146,11 +149,13 @@ struct kv_template_spec {
 };
 int64_t kv_add_template(struct kv_poller *p, uint32_t link, const struct kv_template_spec *spec, struct kv_error *e);
 
-/* Of a step: what it does on one layer counter. */
-struct kv_part { uint32_t stream, num_bumps; };
-/* All orders are armed, or none. Gives a ticket for each part; false with the error. */
-bool kv_begin_step(struct kv_poller *p, const struct kv_part *parts, uint32_t num_parts, const struct kv_order *orders,
-                   size_t num_orders, uint64_t deadline_ns, uint64_t *tickets, struct kv_error *e);
+/* Of a step: what it does on one layer counter. `pollers`: a mask of those that watch it. */
+struct kv_part { uint32_t stream, num_bumps; uint64_t pollers; };
+/* On one poller, or on all of a messenger. All orders are armed, or none. Gives a ticket for each part; false with the
+   error. */
+bool kv_begin_step(struct kv_poller *const *pollers, uint32_t num_pollers, const struct kv_part *parts,
+                   uint32_t num_parts, const struct kv_order *orders, size_t num_orders, uint64_t deadline_ns,
+                   uint64_t *tickets, struct kv_error *e);
 bool kv_abandon(struct kv_poller *p, uint32_t stream, uint64_t ticket, struct kv_error *e);
 bool kv_stop_tag(struct kv_poller *p, uint32_t link, uint32_t tag, struct kv_error *e);
 unsigned kv_take(struct kv_poller *p, struct kv_record *out, unsigned max);

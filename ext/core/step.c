@@ -5,53 +5,23 @@
 #include <stdlib.h>
 
 /* ---- callers' side ---- */
-struct kv_stream *kv_stream_new(struct kv_layer_counter *c, uint32_t num_slots, uint32_t index)
+struct kv_stream *kv_stream_new(struct kv_layer_counter *c, uint32_t index, struct kv_turns *turns)
 {
-    struct kv_stream *s = calloc(1, sizeof *s + num_slots * sizeof *s->turns);
-    if (!s)
+    struct kv_stream *s = calloc(1, sizeof *s);
+    if (!s || !(s->turns = turns ? kv_turns_hold(turns) : kv_turns_new(c->num_slots))) {
+        free(s);
         return NULL;
+    }
     s->counter = c;
     s->index = index;
-    s->num_slots = num_slots;
-    atomic_init(&s->next_ticket, 1);
     kv_list_init(&s->steps);
-    for (uint32_t slot = 0; slot < s->num_slots; slot++)
-        atomic_init(&s->turns[slot], slot ? slot : s->num_slots);   /* ticket 0 is nobody's */
     return s;
 }
 
-void kv_stream_free(struct kv_stream *s) { free(s); }
-
-uint64_t kv_stream_claim(struct kv_stream *s)
+void kv_stream_free(struct kv_stream *s)
 {
-    uint64_t ticket = atomic_load_explicit(&s->next_ticket, memory_order_relaxed);
-    for (;;) {
-        uint64_t turn = atomic_load_explicit(&s->turns[ticket % s->num_slots], memory_order_acquire);
-        if (turn == ticket) {
-            if (atomic_compare_exchange_weak_explicit(&s->next_ticket, &ticket, ticket + 1, memory_order_relaxed,
-                                                      memory_order_relaxed))
-                return ticket;
-        } else {
-            uint64_t next = atomic_load_explicit(&s->next_ticket, memory_order_relaxed);
-            if (next == ticket)
-                return 0;
-            ticket = next;   /* another thread took it meanwhile */
-        }
-    }
-}
-
-/* The slot may be claimed for its next ticket. */
-static void give_turn_on(struct kv_stream *s, uint64_t ticket)
-{
-    atomic_store_explicit(&s->turns[ticket % s->num_slots], ticket + s->num_slots, memory_order_release);
-}
-
-void kv_stream_unclaim(struct kv_stream *s, uint64_t ticket)
-{
-    uint64_t next = ticket + 1;   /* unless another thread has taken that meanwhile, this one comes next again */
-    if (!atomic_compare_exchange_strong_explicit(&s->next_ticket, &next, ticket, memory_order_relaxed,
-                                                 memory_order_relaxed))
-        give_turn_on(s, ticket);
+    kv_turns_drop(s->turns);
+    free(s);
 }
 
 struct kv_step *kv_step_new(struct kv_stream *stream, uint32_t num_bumps, uint64_t deadline_ns)
@@ -85,14 +55,13 @@ static void uncount(struct kv_poller *p, struct kv_step *s)
 
 static void fault(struct kv_poller *p, struct kv_step *s, enum kv_step_fault kind)
 {
-    s->faulted = true;
     kv_report(p, KV_STEP_FAULT, s->stream->index, s->ticket, (uint64_t)kv_word_bumps(s->word) << 32 | kind);
 }
 
 /* Reads the step's word and releases what it allows. True when it had moved. */
 static bool look(struct kv_poller *p, struct kv_step *s)
 {
-    uint64_t word = kv_counter_read(s->stream->counter, s->stream->num_slots, s->ticket);
+    uint64_t word = kv_counter_read(s->stream->counter, s->stream->turns->num_slots, s->ticket);
     if (!word || word == s->word)
         return false;
     s->word = word;
@@ -104,13 +73,10 @@ static bool look(struct kv_poller *p, struct kv_step *s)
     }
     if (bumps >= s->num_bumps)
         uncount(p, s);
-    if (bumps > s->num_bumps && !s->faulted)
+    if (bumps > s->num_bumps && kv_turns_fault(s->stream->turns, s->ticket))
         fault(p, s, KV_MORE);
     return true;
 }
-
-/* Before any record says that the step is over. */
-static void give_slot_back(struct kv_step *s) { give_turn_on(s->stream, s->ticket); }
 
 /* What still waits for bumps is stopped. */
 static void remove_step(struct kv_poller *p, struct kv_step *s)
@@ -125,11 +91,12 @@ static void remove_step(struct kv_poller *p, struct kv_step *s)
 static void finish(struct kv_poller *p, struct kv_step *s, enum kv_step_fault when_short)
 {
     look(p, s);   /* its last bumps may have come after the later ticket was issued to us */
-    give_slot_back(s);
     uint32_t bumps = kv_word_bumps(s->word);
-    if (!s->faulted && bumps < s->num_bumps)
+    bool is_short = bumps < s->num_bumps && kv_turns_fault(s->stream->turns, s->ticket);
+    bool ended = kv_turns_give_back(s->stream->turns, s->ticket);   /* before any record says so */
+    if (is_short)
         fault(p, s, when_short);
-    else if (!s->faulted)
+    else if (ended)
         kv_report(p, KV_STEP_ENDED, s->stream->index, s->ticket, bumps);
     remove_step(p, s);
 }
@@ -168,7 +135,7 @@ void kv_step_abandon(struct kv_poller *p, struct kv_stream *stream, uint64_t tic
     KV_EACH(node, &stream->steps) {
         struct kv_step *s = KV_OF(node, struct kv_step, in_stream);
         if (s->ticket == ticket) {
-            give_slot_back(s);
+            kv_turns_give_back(s->stream->turns, ticket);
             remove_step(p, s);
         }
     }

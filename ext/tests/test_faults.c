@@ -94,13 +94,13 @@ static void test_what_is_set_aside_waits_for_nobody_else_and_is_dropped_with_its
     toy_open(4, 256, ROW);
     disturb(1, KV_FAULT_REORDER, 1.0);
     uint64_t ticket = toy_step(TOY_ENTRIES, toy_transfer(0, 1, 2, false), toy_transfer(0, 2, 1, false));
-    kv_counter_start(toy->streams[0]->counter, toy->streams[0]->num_slots, ticket);
-    kv_counter_bump(toy->streams[0]->counter, toy->streams[0]->num_slots);
+    kv_counter_start(toy->streams[0]->counter, toy->streams[0]->turns->num_slots, ticket);
+    kv_counter_bump(toy->streams[0]->counter, toy->streams[0]->turns->num_slots);
     kv_watch(toy);
     kv_post(toy);
     CHECK(num_posts == 3 && toy->num_active == 0);   /* nothing else is left to wait for */
     for (int i = 1; i < TOY_ENTRIES; i++)
-        kv_counter_bump(toy->streams[0]->counter, toy->streams[0]->num_slots);
+        kv_counter_bump(toy->streams[0]->counter, toy->streams[0]->turns->num_slots);
     kv_watch(toy);
     toy_link(0)->credit = toy->config.max_write_bytes;   /* one is set aside, then its turn is over */
     toy_answer = -FI_EAGAIN;

@@ -59,7 +59,7 @@ static bool open_node(struct node *n, const char *provider)
     CHECK(kv_register(n->poller, (uint64_t)(uintptr_t)n->memory, BYTES, 3, &error) == 0);
     for (uint32_t i = 0; i < NICS; i++) {
         CHECK((n->counters[i] = kv_layer_counter_new(8)));
-        CHECK(kv_add_stream(n->poller, n->counters[i], n->counters[i]->num_slots, &error) == i);
+        CHECK(kv_add_stream(n->poller, n->counters[i], NULL, &error) == i);
         uint64_t key = 0x123400000000ull + (uint64_t)(uintptr_t)&n->links[i], keys[2] = {key, ~key};
         CHECK(kv_open_link(n->poller, 7, keys, 2, &error) == -1 && error.kind == KV_INVALID);
         int64_t link = kv_open_link(n->poller, i, keys, 2, &error);
@@ -124,12 +124,12 @@ static bool begin(struct node *n, uint32_t num_bumps, bool ready, uint64_t ticke
     for (int32_t i = 0; i < (int32_t)PAGES; i++)
         pages[2 * i] = i, pages[2 * i + 1] = (int32_t)PAGES - 1 - i;
     for (uint32_t i = 0; i < NICS; i++) {
-        parts[i] = (struct kv_part){i, num_bumps};
+        parts[i] = (struct kv_part){i, num_bumps, 1};
         orders[i] = (struct kv_order){.part = i, .link = n->links[i], .template = n->templates[i], .imm = 3 << 18,
                                       .tag = i, .ready = ready,
                                       .chunk = {.pages = pages + i * PAGES, .num_pages = PAGES / NICS}};
     }
-    return kv_begin_step(n->poller, parts, NICS, orders, NICS, 20 * KV_S, tickets, e);
+    return kv_begin_step(&n->poller, 1, parts, NICS, orders, NICS, 20 * KV_S, tickets, e);
 }
 
 static void expect(struct node *n, uint64_t rows)
@@ -160,9 +160,9 @@ static void test_steps_move_bytes(struct node *source, struct node *target)
 static void test_a_step_is_armed_as_a_whole(struct node *source)
 {
     uint64_t one[8], both[NICS];
-    struct kv_part part = {1, 1};
+    struct kv_part part = {1, 1, 1};
     int num = 0;
-    while (kv_begin_step(source->poller, &part, 1, NULL, 0, 20 * KV_S, &one[num], &error))
+    while (kv_begin_step(&source->poller, 1, &part, 1, NULL, 0, 20 * KV_S, &one[num], &error))
         num++;
     CHECK(num && num < 8);   /* the last one of the steps before is not over yet */
     CHECK(!begin(source, 1, false, both, &error) && error.kind == KV_FULL);
@@ -178,8 +178,8 @@ static void test_a_step_is_armed_as_a_whole(struct node *source)
         CHECK(kv_abandon(source->poller, k, both[k], &error));
         CHECK(wait_record(source, KV_STOPPED).id == k);
     }
-    struct kv_part twice[] = {{0, 1}, {0, 1}};
-    CHECK(!kv_begin_step(source->poller, twice, 2, NULL, 0, KV_S, both, &error) && strstr(error.text, "two parts"));
+    struct kv_part twice[] = {{0, 1, 1}, {0, 1, 1}};
+    CHECK(!kv_begin_step(&source->poller, 1, twice, 2, NULL, 0, KV_S, both, &error) && strstr(error.text, "two parts"));
 }
 
 struct caller { struct node *node; uint32_t armed; };

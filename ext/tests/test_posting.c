@@ -90,12 +90,12 @@ static void test_only_released_entries_go(void)
     toy_open(4, 256, ROW);
     uint64_t ticket = toy_step(TOY_ENTRIES, toy_transfer(0, 1, 3, false), NULL);
     CHECK(kv_post(toy) == 0);
-    kv_counter_start(toy->streams[0]->counter, toy->streams[0]->num_slots, ticket);
-    kv_counter_bump(toy->streams[0]->counter, toy->streams[0]->num_slots);
+    kv_counter_start(toy->streams[0]->counter, toy->streams[0]->turns->num_slots, ticket);
+    kv_counter_bump(toy->streams[0]->counter, toy->streams[0]->turns->num_slots);
     kv_watch(toy);
     CHECK(kv_post(toy) == 3 && kv_post(toy) == 0);
     for (int i = 0; i < 3; i++)
-        kv_counter_bump(toy->streams[0]->counter, toy->streams[0]->num_slots);
+        kv_counter_bump(toy->streams[0]->counter, toy->streams[0]->turns->num_slots);
     kv_watch(toy);
     CHECK(kv_post(toy) == 9);
     toy_no_record();

@@ -122,14 +122,14 @@ static void test_abandoned_steps_give_their_slots_back(void)
     uint64_t tickets[SLOTS];
     for (uint32_t i = 0; i < SLOTS; i++)
         tickets[i] = toy_step(1, i ? NULL : toy_transfer(0, 3, 1, false), NULL);
-    CHECK(kv_stream_claim(toy->streams[0]) == 0);
+    CHECK(kv_turns_claim(toy->streams[0]->turns, 1) == 0);
     kv_step_abandon(toy, toy->streams[0], tickets[0]);
     check_record(KV_STOPPED, 3, 0, 0);
     kv_step_abandon(toy, toy->streams[0], tickets[0]);
     toy_no_record();
     uint64_t next = toy_step(1, NULL, NULL);
     CHECK(next == tickets[0] + SLOTS);
-    CHECK(kv_stream_claim(toy->streams[0]) == 0);
+    CHECK(kv_turns_claim(toy->streams[0]->turns, 1) == 0);
     run(next, 1);   /* the others left nothing in the ring */
     kv_watch(toy);
     for (uint32_t i = 1; i < SLOTS; i++)
@@ -173,7 +173,7 @@ static void test_an_engine_runs_against_the_watch(void)
     uint64_t ended = 0, made = 0;
     while (ended < STEPS - 1) {
         struct kv_step *s = made < STEPS ? kv_step_new(toy->streams[0], 3, UINT64_MAX) : NULL;
-        if (s && (s->ticket = kv_stream_claim(toy->streams[0]))) {
+        if (s && (s->ticket = kv_turns_claim(toy->streams[0]->turns, 1))) {
             made = s->ticket;
             kv_step_arm(toy, s);
             atomic_store_explicit(&announced, made, memory_order_release);
@@ -194,13 +194,125 @@ static void test_an_engine_runs_against_the_watch(void)
 static void test_a_ticket_that_is_not_used_comes_next_again(void)
 {
     toy_open(SLOTS, 16, 16);
-    struct kv_stream *s = toy->streams[0];
-    CHECK(kv_stream_claim(s) == 1);
-    kv_stream_unclaim(s, 1);
-    CHECK(kv_stream_claim(s) == 1 && kv_stream_claim(s) == 2);
-    kv_stream_unclaim(s, 1);   /* another thread has gone on: its slot takes the next ticket */
-    CHECK(kv_stream_claim(s) == 3 && kv_stream_claim(s) == 4 && kv_stream_claim(s) == 5 && !kv_stream_claim(s));
+    struct kv_turns *t = toy->streams[0]->turns;
+    CHECK(kv_turns_claim(t, 1) == 1);
+    kv_turns_unclaim(t, 1);
+    CHECK(kv_turns_claim(t, 1) == 1 && kv_turns_claim(t, 1) == 2);
+    kv_turns_unclaim(t, 1);   /* another thread has gone on: its slot takes the next ticket */
+    CHECK(kv_turns_claim(t, 1) == 3 && kv_turns_claim(t, 1) == 4 && kv_turns_claim(t, 1) == 5 && !kv_turns_claim(t, 1));
     toy_close();
+}
+
+/* ---- a counter that two pollers watch: here two streams of one, looked at in any order ---- */
+static struct kv_stream *second;
+
+static void open_shared(void)
+{
+    toy_open(SLOTS, 16, 16);
+    second = kv_stream_new(counter(), 1, toy->streams[0]->turns);   /* the poller's own list does not have it */
+    CHECK(second);
+}
+
+static void close_shared(void)
+{
+    toy->streams[toy->num_streams++] = second;
+    kv_watch_close(toy);
+    toy->num_streams--;
+    kv_stream_free(second);
+    toy_close();
+}
+
+/* What the poller of `s` does. */
+static void have(void (*look)(struct kv_poller *), struct kv_stream *s)
+{
+    struct kv_stream *first = toy->streams[0];
+    toy->streams[0] = s;
+    look(toy);
+    toy->streams[0] = first;
+}
+static void look_at_words(struct kv_poller *p) { kv_watch(p); }
+static void watch(struct kv_stream *s) { have(look_at_words, s); }
+static void watch_deadlines(struct kv_stream *s) { have(kv_watch_deadlines, s); }
+
+static uint64_t step_of_two(uint32_t num_bumps, struct kv_transfer *one, struct kv_transfer *other)
+{
+    struct kv_stream *streams[] = {toy->streams[0], second};
+    struct kv_transfer *transfers[] = {one, other};
+    uint64_t ticket = kv_turns_claim(second->turns, 2);
+    CHECK(ticket);
+    for (int i = 0; i < 2; i++) {
+        struct kv_step *s = kv_step_new(streams[i], num_bumps, 1000);
+        CHECK(s);
+        s->ticket = ticket;
+        if (transfers[i])
+            kv_list_append(&s->transfers, &transfers[i]->in_step);
+        kv_step_arm(toy, s);
+    }
+    return ticket;
+}
+
+static void test_a_shared_step_ends_with_the_last_poller(void)
+{
+    open_shared();
+    struct kv_transfer *one = toy_transfer(0, 1, 1, false), *other = toy_transfer(1, 2, 1, false);
+    uint64_t first = step_of_two(TOY_ENTRIES, one, other), next = 0;
+    for (uint32_t i = 1; i < SLOTS; i++)
+        next = step_of_two(0, NULL, NULL);   /* over at once, and said once each */
+    for (uint32_t i = 1; i < SLOTS; i++)
+        check_record(KV_STEP_ENDED, 1, first + i, 0);
+    toy_no_record();
+    CHECK(next == first + SLOTS - 1 && !kv_turns_claim(second->turns, 2));
+    run(first, TOY_ENTRIES);
+    watch(second);
+    CHECK(other->released == TOY_ENTRIES && one->released == 0);   /* each poller releases its own */
+    watch(toy->streams[0]);
+    CHECK(one->released == TOY_ENTRIES && toy->num_armed == 0);
+    toy->now_ns = 1000;
+    watch_deadlines(toy->streams[0]);
+    toy_no_record();
+    CHECK(!kv_turns_claim(second->turns, 2));   /* the other poller still reads the ring slot */
+    watch_deadlines(second);
+    check_record(KV_STEP_ENDED, 1, first, TOY_ENTRIES);
+    CHECK(kv_turns_claim(second->turns, 2) == first + SLOTS);
+    close_shared();
+}
+
+static void test_a_fault_of_a_shared_step_is_said_once(void)
+{
+    open_shared();
+    uint64_t more = step_of_two(1, NULL, NULL), fewer = step_of_two(2, NULL, NULL), last = step_of_two(1, NULL, NULL);
+    run(more, 2);
+    watch(second);
+    check_record(KV_STEP_FAULT, 1, more, 2ull << 32 | KV_MORE);
+    watch(toy->streams[0]);
+    toy_no_record();
+    run(fewer, 1);
+    run(last, 1);
+    watch(toy->streams[0]);
+    check_record(KV_STEP_FAULT, 0, fewer, 1ull << 32 | KV_FEWER);
+    uint64_t other = step_of_two(1, NULL, NULL);
+    CHECK(other == last + 1 && !kv_turns_claim(second->turns, 2));
+    watch(second);
+    toy_no_record();
+    CHECK(step_of_two(0, NULL, NULL) == more + SLOTS);   /* what takes its slot next has none */
+    check_record(KV_STEP_ENDED, 1, more + SLOTS, 0);
+    CHECK(kv_turns_claim(second->turns, 2) == fewer + SLOTS);
+    close_shared();
+}
+
+static void test_a_shared_step_is_abandoned_by_each(void)
+{
+    open_shared();
+    uint64_t ticket = step_of_two(1, NULL, NULL);
+    for (uint32_t i = 1; i < SLOTS; i++)
+        step_of_two(1, NULL, NULL);
+    kv_step_abandon(toy, second, ticket);
+    kv_step_abandon(toy, second, ticket);
+    CHECK(!kv_turns_claim(second->turns, 2));
+    kv_step_abandon(toy, toy->streams[0], ticket);
+    CHECK(kv_turns_claim(second->turns, 2) == ticket + SLOTS);
+    toy_no_record();
+    close_shared();
 }
 
 /* ---- tickets are unique, whoever claims them ---- */
@@ -208,17 +320,17 @@ static uint8_t claimed[8 * SLOTS * 1000];
 
 static void *claim(void *arg)
 {
-    struct kv_stream *s = arg;
+    struct kv_turns *t = arg;
     for (uint32_t i = 0; i < 1000; i++) {
         uint64_t ticket;
-        while (!(ticket = kv_stream_claim(s)))
+        while (!(ticket = kv_turns_claim(t, 2)))
             sched_yield();
         if (i % 3 == 0) {
-            kv_stream_unclaim(s, ticket);
+            kv_turns_unclaim(t, ticket);
             continue;
         }
         CHECK(!claimed[ticket]++);
-        atomic_store_explicit(&s->turns[ticket % SLOTS], ticket + SLOTS, memory_order_release);
+        CHECK(!kv_turns_give_back(t, ticket) && kv_turns_give_back(t, ticket));
     }
     return NULL;
 }
@@ -228,10 +340,10 @@ static void test_threads_claim_different_tickets(void)
     toy_open(SLOTS, 16, 16);
     pthread_t threads[3];
     for (int i = 0; i < 3; i++)
-        CHECK(!pthread_create(&threads[i], NULL, claim, toy->streams[0]));
+        CHECK(!pthread_create(&threads[i], NULL, claim, toy->streams[0]->turns));
     for (int i = 0; i < 3; i++)
         pthread_join(threads[i], NULL);
-    CHECK(atomic_load(&toy->streams[0]->next_ticket) <= 3001);
+    CHECK(atomic_load(&toy->streams[0]->turns->next_ticket) <= 3001);
     toy_close();
 }
 
@@ -246,6 +358,9 @@ int main(void)
     test_abandoned_steps_give_their_slots_back();
     test_bumps_never_reach_the_ticket();
     test_an_engine_runs_against_the_watch();
+    test_a_shared_step_ends_with_the_last_poller();
+    test_a_fault_of_a_shared_step_is_said_once();
+    test_a_shared_step_is_abandoned_by_each();
     test_a_ticket_that_is_not_used_comes_next_again();
     test_threads_claim_different_tickets();
     return 0;

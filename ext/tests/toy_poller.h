@@ -80,7 +80,7 @@ static inline void toy_open(uint32_t num_slots, uint32_t window, uint32_t row_by
     CHECK(kv_commands_init(&toy->commands) && kv_bell_init(&toy->records.bell, false));
     struct kv_layer_counter *counter = kv_layer_counter_new(num_slots);
     CHECK(counter);
-    toy->streams[toy->num_streams++] = kv_stream_new(counter, counter->num_slots, 0);
+    toy->streams[toy->num_streams++] = kv_stream_new(counter, 0, NULL);
     for (uint32_t i = 0; i < TOY_LINKS; i++) {
         struct kv_link *l = toy_link_new(i, window);
         toy_endpoints[i] = (struct fid_ep){.rma = &toy_rma};
@@ -147,7 +147,7 @@ static inline struct kv_transfer *toy_transfer(uint32_t link, uint32_t tag, int 
 static inline uint64_t toy_step(uint32_t num_bumps, struct kv_transfer *one, struct kv_transfer *other)
 {
     struct kv_step *s = kv_step_new(toy->streams[0], num_bumps, 1000);
-    CHECK(s && (s->ticket = kv_stream_claim(toy->streams[0])));
+    CHECK(s && (s->ticket = kv_turns_claim(toy->streams[0]->turns, 1)));
     uint64_t ticket = s->ticket;
     if (one)
         kv_list_append(&s->transfers, &one->in_step);

@@ -184,6 +184,15 @@ class LayerCounter:
     def start(self, ticket: int) -> None: ...
     def bump(self) -> None: ...
 
+def begin_step(
+    pollers: Sequence[Poller],
+    parts: Sequence[tuple[int, int, int]],
+    orders: npt.NDArray[np.int64],
+    pages: npt.NDArray[np.int32],
+    edges: npt.NDArray[np.uint64],
+    deadline_ns: int,
+) -> list[int]: ...
+
 @disjoint_base
 class Poller:
     def __new__(
@@ -204,7 +213,13 @@ class Poller:
         lease_ns: int = 2_000_000_000,
         first_lease_ns: int = 0,
         shared_endpoint: bool = False,
+        index: int = 0,
+        num_pollers: int = 1,
     ) -> Self: ...
+    @property
+    def index(self) -> int: ...
+    @property
+    def num_pollers(self) -> int: ...
     @property
     def fd(self) -> int: ...
     @property

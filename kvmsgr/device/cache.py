@@ -218,6 +218,11 @@ class Memory:
         """Numbers of a rank's network interfaces."""
         return [number for number, (owner, _) in enumerate(self.interfaces) if owner == rank]
 
+    def interfaces_of_counter(self, counter: int) -> list[int]:
+        """Numbers of the network interfaces of the ranks whose layers a layer counter signals."""
+        num = len(self.num_signals)
+        return self.interfaces_of(counter % num) if num > 1 else list(range(len(self.interfaces)))
+
     @property
     def num_context_slots(self) -> int:
         """Slots that every context buffer has; 0 without one."""

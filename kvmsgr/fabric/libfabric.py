@@ -19,6 +19,7 @@ from .inprocess import InProcessPoller, current_air
 from .inprocess.driver import Driver, Loop
 from .interface import Poller
 from .leftovers import lock, state_folder, sweep
+from .pollers import PollerGroup
 
 NativePoller = native.Poller
 libfabric_version, providers = native.libfabric_version, native.providers
@@ -36,7 +37,8 @@ NO_ROTATION = (
 @dataclass(frozen=True, slots=True)
 class FabricSettings:
     """What `open_fabric` needs to know. `local`: every peer is on this host; `nics`: the address of each network
-    interface of all ranks, None for any; the rest as in `kvmsgr.Config`."""
+    interface of all ranks, None for any; `pollers`: of each polling thread, how many of these it serves, in order, and
+    its CPU; the rest as in `kvmsgr.Config`."""
 
     fabric: str
     local: bool
@@ -47,13 +49,13 @@ class FabricSettings:
     lease_s: float
     connect_timeout_s: float
     fence: str
-    poller_core: int | None
+    pollers: Sequence[tuple[int, int | None]]
     poller_spins: bool | None
     state_dir: str | None
 
 
 class Fabric:
-    """One poller, its state file, and the registered regions of one messenger.
+    """One poller, or a group that is like one, its state file, and the registered regions of one messenger.
 
     Attributes:
         rotates: All peers write to one endpoint of a network interface, which is fenced by opening another one
@@ -102,6 +104,13 @@ class Fabric:
     @staticmethod
     def _new_keys(num: int) -> list[int]:
         return [secrets.randbits(64) for _ in range(num)]
+
+    def add_counter(self, counter: native.LayerCounter, nics: Sequence[int]) -> None:
+        """Watch a layer counter that releases what goes by these network interfaces."""
+        if isinstance(self.poller, PollerGroup):
+            self.poller.add_counter(counter, nics)
+        else:
+            self.poller.add_counter(counter)
 
     def drive(self, loop: Loop) -> None:
         """Lend the loop to a poller that has no thread of its own."""
@@ -206,18 +215,26 @@ def _open_poller(provider: str, state: native.StateFile, settings: FabricSetting
             lease_ns=lease_ns,
             shared_endpoint=rotates,
         )
-    return native.Poller(
-        provider,
-        state,
-        nics=settings.nics,
-        core=-1 if settings.poller_core is None else settings.poller_core,
-        cq_entries=settings.cq_entries,
-        spin=settings.poller_spins,
-        heartbeat_ns=heartbeat_ns,
-        lease_ns=lease_ns,
-        first_lease_ns=int(settings.connect_timeout_s * 1e9),
-        shared_endpoint=rotates,
-    )
+    sizes, cores = zip(*settings.pollers, strict=True)
+
+    def open_one(index: int) -> native.Poller:
+        first = sum(sizes[:index])
+        return native.Poller(
+            provider,
+            state,
+            nics=settings.nics[first : first + sizes[index]],
+            core=-1 if cores[index] is None else cores[index],
+            cq_entries=settings.cq_entries,
+            spin=settings.poller_spins,
+            heartbeat_ns=heartbeat_ns,
+            lease_ns=lease_ns,
+            first_lease_ns=int(settings.connect_timeout_s * 1e9),
+            shared_endpoint=rotates,
+            index=index,
+            num_pollers=len(sizes),
+        )
+
+    return open_one(0) if len(sizes) == 1 else PollerGroup(open_one, sizes)
 
 
 def _open_state(path: str, incarnation: str) -> native.StateFile:

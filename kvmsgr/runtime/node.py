@@ -71,8 +71,8 @@ class Node:
         self.loop = asyncio.get_running_loop()
         self.lock = threading.Lock()
         self.counters = counters  # of a stream as many as `memory.num_signals` has, stream after stream
-        for counter in self.counters:
-            fabric.poller.add_counter(counter)
+        for number, counter in enumerate(self.counters):
+            fabric.add_counter(counter, memory.interfaces_of_counter(number))
         self.steps: dict[tuple[int, int], Step] = {}  # by each of its counters and tickets
         self.context_slots = IndexPool(memory.num_context_slots)
         self.balance = Balance(len(memory.ranks))

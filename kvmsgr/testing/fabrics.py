@@ -8,6 +8,7 @@ from typing import Protocol, TypedDict, Unpack
 from kvmsgr.fabric.inprocess import Air, InProcessPoller
 from kvmsgr.fabric.interface import Poller, StateFile
 from kvmsgr.fabric.libfabric import NativePoller
+from kvmsgr.fabric.pollers import PollerGroup
 
 
 class Options(TypedDict, total=False):
@@ -55,6 +56,23 @@ class Libfabric:
 
     def progress(self, poller: Poller) -> None:
         select.select([poller.fd], [], [], 0.001)
+
+
+class LibfabricGroup(Libfabric):
+    """A provider of libfabric served by several threads: one for each network interface, and `num_idle` more that watch
+    what the others do, and have interfaces that nobody uses."""
+
+    def __init__(self, name: str, num_idle: int = 0) -> None:
+        super().__init__(name)
+        self._num_idle = num_idle
+
+    def poller(self, state: StateFile, *, num_nics: int = 1, **options: Unpack[Options]) -> Poller:
+        num_pollers = num_nics + self._num_idle
+
+        def open_one(index: int) -> NativePoller:
+            return NativePoller(self.name, state, nics=["127.0.0.1"], index=index, num_pollers=num_pollers, **options)
+
+        return PollerGroup(open_one, [1] * num_pollers)
 
 
 class InProcess:

@@ -156,6 +156,7 @@ class Flow:
             for tag, ticket in enumerate(tickets):
                 pair.source.poller.abandon(0, ticket)
                 assert pair.source.wait(records.STOPPED)[1:3] == (tag, 0)
+            pair.source.wait_rounds()  # where several threads watch, each gives it back
             ticket = pair.begin([(1, 1)])
             assert ticket == tickets[-1] + 1
             pair.target.expect(ROWS_A_PAGE)

@@ -71,6 +71,7 @@ class Side:
         self.counter = LayerCounter(8)
         self.poller.add_counter(self.counter)
         self._seen: list[Record] = []
+        self._numbers: dict[int, int] = {}  # of links, as they were asked for their place
 
     @property
     def pages(self) -> npt.NDArray[np.uint8]:
@@ -125,7 +126,7 @@ class Side:
     def place(self, link: int) -> Place:
         """Where a peer may write to, and how it sends heartbeats."""
         base, _, key = self.poller.link_cell(link)
-        generation = link % NUM_GENERATIONS
+        generation = self._numbers.setdefault(link, len(self._numbers)) % NUM_GENERATIONS
         self.state.link_beat(BEAT_SLOT, generation, link)
         beat = base, key, immediate.base(BEAT_SLOT, generation)
         return Place(self.poller.link_address(link), self.poller.link_regions(link), beat)

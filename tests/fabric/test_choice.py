@@ -30,7 +30,7 @@ from kvmsgr.fabric.state_view import StateView
 
 def settings(fabric: str, local: bool, tmp_path: Path) -> FabricSettings:
     return FabricSettings(
-        fabric, local, ["127.0.0.1"], "ab" * 16, 1024, 0.5, 2.0, 5.0, "auto", None, None, str(tmp_path)
+        fabric, local, ["127.0.0.1"], "ab" * 16, 1024, 0.5, 2.0, 5.0, "auto", [(1, None)], None, str(tmp_path)
     )
 
 
@@ -73,10 +73,13 @@ def wait_for(poller: Poller, kind: int) -> None:
 
 
 @pytest.mark.parametrize("fabric", ["inprocess", "net"])
-def test_each_interface_has_its_own_memory_and_keys(fabric: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("pollers", [[(2, None)], [(1, None), (1, None)]], ids=["one poller", "two pollers"])
+def test_each_interface_has_its_own_memory_and_keys(
+    fabric: str, pollers: list[tuple[int, int | None]], tmp_path: Path
+) -> None:
     memory = np.zeros(3072, np.uint8)
     regions = [(memory.ctypes.data + 1024 * index, 1024, nics) for index, nics in enumerate([[0, 1], [1], [1]])]
-    two = replace(settings(fabric, True, tmp_path), nics=["127.0.0.1", "127.0.0.1"], fence="rotation")
+    two = replace(settings(fabric, True, tmp_path), nics=["127.0.0.1", "127.0.0.1"], fence="rotation", pollers=pollers)
     opened = open_fabric(two, regions)
     try:
         keys: set[int] = set()

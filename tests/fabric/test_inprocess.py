@@ -161,7 +161,7 @@ def test_the_driver_goes_by_the_clock_of_its_loop() -> None:
 
 def test_messengers_are_opened_in_the_air_that_is_in_use(tmp_path: Path) -> None:
     settings = FabricSettings(
-        "inprocess", True, [None], "ab" * 16, 64, 0.5, 2.0, 5.0, "auto", None, None, str(tmp_path)
+        "inprocess", True, [None], "ab" * 16, 64, 0.5, 2.0, 5.0, "auto", [(1, None)], None, str(tmp_path)
     )
     before, mine = current_air(), Air(5)
     with use_air(mine):

@@ -139,6 +139,12 @@ cdef extern from "domain.h" nogil:
     uint32_t FI_MINOR(uint32_t version)
     const char *fi_strerror(int code)
 
+cdef extern from "turns.h" nogil:
+    struct kv_turns:
+        pass
+    kv_turns *kv_turns_new(uint32_t num_slots)
+    void kv_turns_drop(kv_turns *t)
+
 cdef extern from "transfer.h" nogil:
     struct kv_order:
         uint32_t part, link, template, imm, tag
@@ -185,11 +191,11 @@ cdef extern from "records.h" nogil:
         uint64_t kind, id, value, t_ns, extra
 
 cdef extern from "poller.h" nogil:
-    enum: KV_MAX_REGIONS, KV_MAX_NICS, KV_MAX_STREAMS
+    enum: KV_MAX_REGIONS, KV_MAX_NICS, KV_MAX_STREAMS, KV_MAX_POLLERS
     struct kv_config:
         const char *provider
         const char *const *nics
-        uint32_t num_nics
+        uint32_t num_nics, index, num_pollers
         int core
         uint32_t cq_entries
         c_bool spin, shared_endpoint
@@ -218,6 +224,7 @@ cdef extern from "poller.h" nogil:
         uint64_t row_bytes, item_bytes
     struct kv_part:
         uint32_t stream, num_bumps
+        uint64_t pollers
     struct kv_keys:
         uint64_t *keys
         uint32_t num
@@ -226,7 +233,7 @@ cdef extern from "poller.h" nogil:
     c_bool kv_poller_close(kv_poller *p)
     void kv_poller_free(kv_poller *p)
     int64_t kv_register(kv_poller *p, uint64_t address, uint64_t bytes, uint64_t nics, kv_error *e)
-    int64_t kv_add_stream(kv_poller *p, kv_layer_counter *c, uint32_t num_slots, kv_error *e)
+    int64_t kv_add_stream(kv_poller *p, kv_layer_counter *c, kv_turns *turns, kv_error *e)
     int64_t kv_open_link(kv_poller *p, uint32_t nic, const uint64_t *keys, uint32_t num_keys, kv_error *e)
     int64_t kv_link_name(kv_poller *p, uint32_t link, uint8_t *name, kv_error *e)
     int64_t kv_link_regions(kv_poller *p, uint32_t link, kv_remote_region *out, kv_error *e)
@@ -238,8 +245,9 @@ cdef extern from "poller.h" nogil:
     c_bool kv_retarget_link(kv_poller *p, uint32_t link, const kv_remote *peer, kv_error *e)
     c_bool kv_resume_link(kv_poller *p, uint32_t link, kv_error *e)
     int64_t kv_add_template(kv_poller *p, uint32_t link, const kv_template_spec *spec, kv_error *e)
-    c_bool kv_begin_step(kv_poller *p, const kv_part *parts, uint32_t num_parts, const kv_order *orders,
-                         size_t num_orders, uint64_t deadline_ns, uint64_t *tickets, kv_error *e)
+    c_bool kv_begin_step(kv_poller **pollers, uint32_t num_pollers, const kv_part *parts, uint32_t num_parts,
+                         const kv_order *orders, size_t num_orders, uint64_t deadline_ns, uint64_t *tickets,
+                         kv_error *e)
     c_bool kv_abandon(kv_poller *p, uint32_t stream, uint64_t ticket, kv_error *e)
     c_bool kv_stop_tag(kv_poller *p, uint32_t link, uint32_t tag, kv_error *e)
     unsigned kv_take(kv_poller *p, kv_record *out, unsigned max)

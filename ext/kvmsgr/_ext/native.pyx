@@ -510,8 +510,11 @@ cdef class LayerCounter:
     """
 
     cdef kv_layer_counter *counter
+    cdef kv_turns *turns        # once it is watched
+    cdef StateFile watched_by   # by pollers that count into this
+    cdef uint64_t watchers      # their places among those of their messenger
     cdef Py_buffer view
-    cdef bint watched, lent
+    cdef bint lent
     cdef readonly uint32_t num_slots   # as they were: other processes may write to the counter's memory
 
     def __cinit__(self, num_slots=64, memory=None):
@@ -529,10 +532,21 @@ cdef class LayerCounter:
             self.counter = kv_layer_counter_init(self.view.buf, num_slots)
 
     def __dealloc__(self):
+        if self.turns != NULL:
+            kv_turns_drop(self.turns)
         if self.lent:
             PyBuffer_Release(&self.view)
         elif self.counter != NULL:
             kv_layer_counter_free(self.counter)
+
+    cdef _watch(self, StateFile state, uint32_t index):
+        """One of the pollers that count into `state` is going to."""
+        if self.watched_by is not None and (self.watched_by is not state or self.watchers >> index & 1):
+            raise ValueError("this layer counter is or was watched: its ring still shows old tickets")
+        if self.turns == NULL:
+            self.turns = kv_turns_new(self.num_slots)
+            if self.turns == NULL:
+                raise MemoryError
 
     cdef _borrow(self, memory, size_t least_bytes):
         PyObject_GetBuffer(memory, &self.view, PyBUF_SIMPLE | PyBUF_WRITABLE)
@@ -652,6 +666,67 @@ cdef class _Remote:
         free(self.cells)
 
 
+cdef list _begin_step(list pollers, parts, const int64_t[:, ::1] orders, const int32_t[:, ::1] pages,
+                      const uint64_t[:, ::1] edges, uint64_t deadline_ns):
+    """See `begin_step`."""
+    cdef kv_error e
+    cdef kv_poller *raw_pollers[KV_MAX_POLLERS]
+    cdef kv_part raw_parts[KV_MAX_STREAMS]
+    cdef uint64_t tickets[KV_MAX_STREAMS]
+    cdef uint64_t latest = _LONGEST_NS - kv_now_ns()
+    cdef Py_ssize_t num = orders.shape[0], wrong
+    cdef uint32_t num_parts = 0, num_pollers = 0
+    cdef Poller poller
+    cdef c_bool ok
+    if orders.shape[1] != 10 or pages.shape[1] != 2 or edges.shape[1] != 4:
+        raise ValueError("orders has 10 columns, pages 2 and edges 4")
+    if len(parts) > KV_MAX_STREAMS:
+        raise ValueError(f"a step on {len(parts)} layer counters; want 1 to {KV_MAX_STREAMS}")
+    for poller in pollers:
+        raw_pollers[num_pollers] = poller.poller
+        num_pollers += 1
+    for counter, num_bumps, mask in parts:
+        raw_parts[num_parts] = kv_part(counter, num_bumps, mask)
+        num_parts += 1
+    cdef kv_order *raw = <kv_order *>calloc(num + 1, sizeof(kv_order))
+    if raw == NULL:
+        raise MemoryError
+    try:
+        wrong = _read_orders(orders, pages, edges, raw)
+        if wrong >= 0:
+            raise ValueError(f"transfer {wrong}: {list(orders[wrong])} of {pages.shape[0]} page pairs and "
+                             f"{edges.shape[0]} edges: a number or a slice is out of range")
+        ok = kv_begin_step(raw_pollers, num_pollers, raw_parts, num_parts, raw, num,
+                           deadline_ns if deadline_ns < latest else latest, tickets, &e)
+    finally:
+        free(raw)
+    if not ok:
+        raise _error(&e)
+    return [tickets[i] for i in range(num_parts)]
+
+
+def begin_step(pollers, parts, const int64_t[:, ::1] orders, const int32_t[:, ::1] pages,
+               const uint64_t[:, ::1] edges, uint64_t deadline_ns):
+    """Arms transfers on all pollers of a messenger: all of them, or none. Each goes where its link belongs.
+
+    Args:
+        pollers: Every poller of the messenger, by `index`.
+        parts: (counter, num_bumps, pollers): as `Poller.begin_step`, and a mask of the pollers that watch the counter
+            for this step, which all have it under the same index. They get the same ticket; the step ends once, when
+            all of them are through with it.
+
+    The rest as `Poller.begin_step`.
+    """
+    listed = list(pollers)
+    if not 1 <= len(listed) <= KV_MAX_POLLERS:
+        raise ValueError(f"{len(listed)} pollers: want 1 to {KV_MAX_POLLERS}")
+    for index, poller in enumerate(listed):
+        if (<Poller?>poller).index != index or (<Poller>poller).num_pollers != len(listed):
+            raise ValueError(f"poller {index} of {len(listed)} was made as {(<Poller>poller).index} of "
+                             f"{(<Poller>poller).num_pollers}")
+    return _begin_step(listed, parts, orders, pages, edges, deadline_ns)
+
+
 cdef bint _is_slice(int64_t start, int64_t stop, Py_ssize_t num) noexcept nogil:
     return 0 <= start <= stop <= num
 
@@ -705,6 +780,8 @@ cdef class Poller:
         first_lease_ns: The same until the first has landed, if it is longer: the peer may still be getting ready.
         shared_endpoint: All links of an interface land and send through one port (an endpoint and the registrations of
             its regions); for providers whose queue pairs are scarce. See `rotate`.
+        index: Its place among the pollers of its messenger, which count into one state file.
+        num_pollers: How many these are. No two of them give a link the same id.
 
     Raises:
         NativeError: the provider is unknown, refused or cannot be opened.
@@ -717,6 +794,7 @@ cdef class Poller:
     cdef list counters
     cdef list owners
     cdef uint32_t num_nics
+    cdef readonly uint32_t index, num_pollers
     cdef readonly str provider
     cdef readonly int fd
     cdef readonly bint closed, fence_proven
@@ -725,8 +803,7 @@ cdef class Poller:
                   uint32_t cq_entries=8192, spin=None, uint64_t spin_ns=50_000, uint64_t sleep_max_ns=8_000_000,
                   uint32_t max_write_bytes=1 << 20, uint64_t link_bytes=1 << 20, uint64_t op_timeout_ns=5_000_000_000,
                   uint64_t heartbeat_ns=500_000_000, uint64_t lease_ns=2_000_000_000,
-                  uint64_t first_lease_ns=0,
-                  bint shared_endpoint=False):
+                  uint64_t first_lease_ns=0, bint shared_endpoint=False, uint32_t index=0, uint32_t num_pollers=1):
         cdef kv_error e
         cdef kv_config config
         cdef bytes raw_provider = provider.encode()
@@ -739,6 +816,8 @@ cdef class Poller:
         if not heartbeat_ns or lease_ns < 2 * heartbeat_ns or lease_ns < 4 * sleep_max_ns:
             raise ValueError(f"a lease of {lease_ns} ns: want at least two heartbeats ({heartbeat_ns} ns) and four "
                              f"times the longest sleep ({sleep_max_ns} ns), and heartbeats")
+        if not index < num_pollers <= KV_MAX_POLLERS:
+            raise ValueError(f"poller {index} of {num_pollers}: want less than that, and at most {KV_MAX_POLLERS}")
         if not 1 <= len(raw_nics) <= KV_MAX_NICS:
             raise ValueError(f"{len(raw_nics)} network interfaces: want 1 to {KV_MAX_NICS}")
         for i, raw_nic in enumerate(raw_nics):
@@ -747,6 +826,7 @@ cdef class Poller:
                 addresses[i] = raw_nic
         config.provider = raw_provider
         config.nics, config.num_nics = addresses, <uint32_t>len(raw_nics)
+        config.index, config.num_pollers = index, num_pollers
         config.core = core
         config.cq_entries = cq_entries
         config.spin = (os.cpu_count() or 1) > 2 if spin is None else spin
@@ -768,6 +848,7 @@ cdef class Poller:
             raise _error(&e, provider)
         _open_pollers.add(self)
         self.num_nics = config.num_nics
+        self.index, self.num_pollers = index, num_pollers
         self.provider = kv_fabric_provider(&self.poller.nics.fabric).decode()
         # Whether closing a link under traffic is known to stop what lands, and to harm nothing else.
         self.fence_proven = self.poller.nics.fabric.fence_proven
@@ -816,7 +897,8 @@ cdef class Poller:
 
     def register(self, uint64_t address, uint64_t num_bytes, owner=None, nics=None):
         """Registers source memory, without remote access, with some of the network interfaces (None: all), whose links
-        offer it to their peers. Returns its region index. `owner` is kept until the close.
+        offer it to their peers. Returns its region index, which it has even if there are none: it is another poller's
+        then. `owner` is kept until the close.
         """
         cdef kv_error e
         cdef uint64_t mask = 0
@@ -831,14 +913,16 @@ cdef class Poller:
         return index
 
     def add_counter(self, LayerCounter counter not None):
-        """Watches `counter` until the poller closes. Returns its index. A counter serves one poller in its life."""
+        """Watches `counter` until the poller closes. Returns its index. A counter serves one poller in its life, or
+        the pollers of one messenger.
+        """
         cdef kv_error e
-        if counter.watched:
-            raise ValueError("this layer counter is or was watched: its ring still shows old tickets")
-        cdef int64_t index = kv_add_stream(self.poller, counter.counter, counter.num_slots, &e)
+        counter._watch(self.state, self.index)
+        cdef int64_t index = kv_add_stream(self.poller, counter.counter, counter.turns, &e)
         if index < 0:
             raise _error(&e, self.provider)
-        counter.watched = True
+        counter.watched_by = self.state
+        counter.watchers |= <uint64_t>1 << self.index
         self.counters.append(counter)
         return index
 
@@ -1027,35 +1111,7 @@ cdef class Poller:
             ValueError: a write would leave its region, or an argument makes no sense. Nothing was armed.
             RingFullError: too many steps are outstanding. Nothing was armed.
         """
-        cdef kv_error e
-        cdef kv_part raw_parts[KV_MAX_STREAMS]
-        cdef uint64_t tickets[KV_MAX_STREAMS]
-        cdef uint64_t latest = _LONGEST_NS - kv_now_ns()
-        cdef Py_ssize_t num = orders.shape[0], wrong
-        cdef uint32_t num_parts = 0
-        cdef c_bool ok
-        if orders.shape[1] != 10 or pages.shape[1] != 2 or edges.shape[1] != 4:
-            raise ValueError("orders has 10 columns, pages 2 and edges 4")
-        if len(parts) > KV_MAX_STREAMS:
-            raise ValueError(f"a step on {len(parts)} layer counters; want 1 to {KV_MAX_STREAMS}")
-        for counter, num_bumps in parts:
-            raw_parts[num_parts].stream, raw_parts[num_parts].num_bumps = counter, num_bumps
-            num_parts += 1
-        cdef kv_order *raw = <kv_order *>calloc(num + 1, sizeof(kv_order))
-        if raw == NULL:
-            raise MemoryError
-        try:
-            wrong = _read_orders(orders, pages, edges, raw)
-            if wrong >= 0:
-                raise ValueError(f"transfer {wrong}: {list(orders[wrong])} of {pages.shape[0]} page pairs and "
-                                 f"{edges.shape[0]} edges: a number or a slice is out of range")
-            ok = kv_begin_step(self.poller, raw_parts, num_parts, raw, num,
-                               deadline_ns if deadline_ns < latest else latest, tickets, &e)
-        finally:
-            free(raw)
-        if not ok:
-            raise _error(&e, self.provider)
-        return [tickets[i] for i in range(num_parts)]
+        return _begin_step([self], [(*part, 1) for part in parts], orders, pages, edges, deadline_ns)
 
     def abandon(self, uint32_t counter, uint64_t ticket):
         """The step will not run: its transfers end with STOPPED records and its ring slot comes back."""
