@@ -16,14 +16,12 @@ from kvmsgr.core.leg import CLEAN, Leg
 from kvmsgr.core.peer import PeerState
 from kvmsgr.errors import (
     FabricStuckError,
-    LayoutMismatchError,
     LocalProtocolError,
     MismatchError,
     PagesQuarantined,
     TransferError,
     transfer_error,
 )
-from kvmsgr.layout import check_covered
 from kvmsgr_protocol import (
     Accept,
     Busy,
@@ -41,11 +39,11 @@ from kvmsgr_protocol import (
 
 from .answers import ended, log_failure
 from .arrival import Arrival
+from .division import divide_legs
 
 if TYPE_CHECKING:
     from .node import Node
     from .peer import PeerDriver
-    from .routes import Routes
 
 log = structlog.get_logger("kvmsgr")
 RECORD_S = 0.05
@@ -198,51 +196,11 @@ class Fetch:
             self._feed_leg(peer, legs.PeerLive())
 
     def _divide(self) -> None:
-        """Work out the rows of each leg.
-
-        Raises:
-            MismatchError: Together the peers do not hold everything exactly once.
-        """
-        outbox, memory, dispatch = self._node.outbox, self._node.memory, self._dispatch
+        """Raises MismatchError: together the peers do not hold everything exactly once."""
         routes = {peer: peer.routes for peer in self._legs if peer.routes is not None}
-        for target in self.targets:
-            for index, group in enumerate(memory.ranks[target.rank].groups):
-                if any(span.group == index for span in target.spans):
-                    held = [own for route in routes.values() for own in route.groups(index)]
-                    check_covered(held, group, [peer.name for peer in routes])
-        if dispatch.context_slot >= 0:
-            self._context_from = self._with_context(routes)
-        for peer, route in routes.items():
-            self._leg_rows[peer] = outbox.rows_at(
-                self.targets, dispatch.num_tokens, peer is self._context_from, route.landing
-            )
-        total = sum(self._leg_rows.values())
-        if total != dispatch.expected_rows:
-            names = ", ".join(peer.name for peer in routes)
-            raise LayoutMismatchError(
-                "rows",
-                dispatch.expected_rows,
-                total,
-                text=f"{dispatch.expected_rows} rows are wanted, and the sources {names} together would send {total}: "
-                "some hold the same; name sources that hold different layers or heads",
-            )
+        self._leg_rows, self._context_from = divide_legs(self._node, routes, self._dispatch)
         for peer in routes:
             self._open_in_ledger(peer)
-
-    def _with_context(self, routes: Mapping[PeerDriver, Routes]) -> PeerDriver:
-        """The first peer that has all the context buffers that are wanted."""
-        ranks = self._node.memory.ranks
-        wanted = {layout.name for target in self.targets for layout in ranks[target.rank].context}
-        there = {
-            peer: {layout.name for rank in route.ranks.values() for layout in rank.context}
-            for peer, route in routes.items()
-        }
-        for peer, names in there.items():
-            if wanted <= names:
-                return peer
-        raise MismatchError(
-            "context buffers", sorted(wanted), {peer.name: sorted(names) for peer, names in there.items()}
-        )
 
     def rank_lost(self, failure: Failure) -> None:
         """A destination rank is lost. What is on its way still lands in memory that is mapped here."""

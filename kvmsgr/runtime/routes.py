@@ -65,6 +65,7 @@ class Routes:
     Attributes:
         ranks: The peer's ranks by number.
         shares: For each rank of the peer and each group, the parts of it that our ranks hold.
+        complete: Rank and group of ours of which the peer's ranks hold everything, as far as somebody has looked.
         landing: For each rank of ours and each group, the rows of a position that the peer's ranks hold.
 
     Raises:
@@ -86,6 +87,7 @@ class Routes:
         self.shares: dict[int, list[list[Share]]] = {
             rank.rank: [divide(ours[index], rank.groups[index]) for index in groups] for rank in ranks
         }
+        self.complete: set[tuple[int, int]] = set()
         self.landing = [
             [_rows(divide(theirs[index], group)) for index, group in enumerate(rank.groups)] for rank in memory.ranks
         ]

@@ -51,10 +51,10 @@ class Pair:
 
 
 @asynccontextmanager
-async def open_pair(options: NodeOptions) -> AsyncIterator[Pair]:
+async def open_pair(options: NodeOptions, decode_options: NodeOptions = DECODE) -> AsyncIterator[Pair]:
     async with AsyncExitStack() as stack:
         prefill = await stack.enter_async_context(open_node(options))
-        decode = await stack.enter_async_context(open_node(DECODE))
+        decode = await stack.enter_async_context(open_node(decode_options))
         yield Pair(prefill, decode, DecodeNode(decode.engine, decode.messenger, NEW_TOKENS, decode.workers))
 
 
@@ -74,9 +74,13 @@ async def test_two_workers_give_the_bits_of_one_process(every_rank_bumps: bool) 
     assert all(outcome.ok for outcome in prefiller.outcomes.values())
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-async def test_a_killed_worker_fails_its_requests_on_both_sides_within_a_second(victim: int) -> None:
+@pytest.mark.parametrize(("model", "num_ranks", "victim"), [("random8", 2, 0), ("random8", 2, 1), ("smollm2", 3, 2)])
+async def test_a_killed_worker_fails_its_requests_on_both_sides_within_a_second(
+    model: str, num_ranks: int, victim: int
+) -> None:
     """It dies in the middle of a step, while rank 0 stands still."""
+    groups = make_groups(load(model).config, 16)
+    options = replace(OPTIONS, model=model, spec=CacheSpec(groups, num_ranks=num_ranks))
     in_step, killed = asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()
 
@@ -84,7 +88,7 @@ async def test_a_killed_worker_fails_its_requests_on_both_sides_within_a_second(
         loop.call_soon_threadsafe(in_step.set)
         killed.wait(30)
 
-    async with asyncio.timeout(60), open_pair(OPTIONS) as pair:
+    async with asyncio.timeout(60), open_pair(options, replace(DECODE, model=model, spec=CacheSpec(groups))) as pair:
         assert pair.prefill.workers is not None
         prefiller = PrefillNode(
             pair.prefill.engine,

@@ -497,6 +497,7 @@ cdef class StateFile:
 _ATTACHED = object()   # in place of a counter's memory: it comes next
 
 
+@cython.no_gc_clear  # the buffer is given back by __dealloc__ alone
 cdef class LayerCounter:
     """The layer counter of one engine stream, in host memory.
 
