@@ -497,7 +497,7 @@ cdef class StateFile:
 _ATTACHED = object()   # in place of a counter's memory: it comes next
 
 
-@cython.no_gc_clear  # the buffer is given back by __dealloc__ alone
+@cython.no_gc  # it is in no cycle, and the collector must not clear a buffer that is lent to it
 cdef class LayerCounter:
     """The layer counter of one engine stream, in host memory.
 
