@@ -37,7 +37,7 @@ from kvmsgr_protocol import (
     Unknown,
 )
 
-from .answers import ended, log_failure
+from .answers import as_text, ended, log_failure
 from .arrival import Arrival
 from .division import divide_legs
 
@@ -90,7 +90,7 @@ class Fetch:
     def cancel(self, why: str = "the engine no longer wants it") -> None:
         """Stop it: awaiting it raises `RequestCancelledError`, and its peers are told to stop. Idempotent, and without
         effect once the request is decided. The pages stay in quarantine until `released()`."""
-        self._feed(core.Cancelled(self.rows_landed, why))
+        self._feed(core.Cancelled(self.rows_landed, as_text(why)))
 
     async def released(self) -> None:
         """Wait until it is proven that no write can land in the destination pages any more. Does not raise because the

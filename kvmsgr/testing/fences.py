@@ -14,6 +14,7 @@ from .pair import SCATTERED, Pair
 from .side import NUM_PAGES, ROWS_A_PAGE
 
 MANY = 60
+SLOW_NS = 1_000_000
 LEASE_NS = 500_000_000
 
 
@@ -59,6 +60,7 @@ class Fences:
                 pair.target.hold(True)
                 pair.target.wait_rounds()
             posted = pair.source.stats()["posted_writes"]
+            pair.source.disturb(0, slow_ns=SLOW_NS)  # or all of it may have landed before anything is closed
             pair.send(MANY)
             pair.source.wait_stat("posted_writes", posted + 16)
             rows = pair.target.close_under_traffic(pair.target_link, held=held)

@@ -19,7 +19,7 @@ from kvmsgr.fabric.interface import (
 )
 
 from .fabrics import FabricUnderTest
-from .fences import MANY, need_fence
+from .fences import MANY, SLOW_NS, need_fence
 from .pair import SCATTERED, Pair, join
 from .side import (
     IMMEDIATE,
@@ -174,6 +174,7 @@ class Interfaces:
         with Pair(fabric, nics=nics, closes_under_traffic=True, op_timeout_ns=500_000_000) as pair:
             transfers = split(pair, ready=True)
             pair.target.expect(MANY * ALL_ROWS)
+            pair.source.disturb(0, slow_ns=SLOW_NS)  # or all of it may have landed before anything is closed
             pair.source.begin(transfers * MANY, num_bumps=0)
             rows = pair.target.close_under_traffic(*pair.target_links)
             assert 0 < rows < MANY * ALL_ROWS

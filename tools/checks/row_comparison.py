@@ -14,7 +14,7 @@ from pathlib import Path
 MODULE = "kvmsgr.runtime.fetch"
 COMPARISON = "        if landed == rows:\n"
 TEST = "tests/lost/test_cancel.py"
-SYMPTOM = "written after its pages were free"
+SYMPTOM = "after its pages were free"
 
 
 def command() -> list[str]:
