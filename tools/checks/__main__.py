@@ -25,14 +25,14 @@ def pytest_stage(fast: bool, arguments: Sequence[str]) -> Stage:
     """The Python tests. Coverage is asked of a full run only: a part of the tests cannot cover everything."""
     pytest: Command = [PYTHON, "-m", "pytest", *(["-m", "not slow"] if fast else []), *arguments]
     if fast or arguments:
-        return Stage("pytest", [pytest], limit_s=1500, quote=" passed")
+        return Stage("pytest", [pytest], limit_s=1800, quote=" passed")
     return Stage(
         "pytest, coverage",
         [
             [PYTHON, "-m", "coverage", "run", "-m", "pytest"],
             [PYTHON, "-m", "coverage", "report", f"--include={COVERED}", "--fail-under=100"],
         ],
-        limit_s=1500,
+        limit_s=1800,
         quote=" passed",
     )
 
