@@ -38,6 +38,25 @@ async def test_sources_must_hold_everything() -> None:
                 fetch(target, source.descriptors[:1] * 2)
 
 
+async def test_what_a_source_holds_is_looked_at_for_each_rank() -> None:
+    """It holds all of rank 0, which is remembered, and nothing of rank 1."""
+    with use_air(Air()):
+        async with (
+            node("p", [GROUP], Sharding(2), fabric="inprocess", one_each=True) as source,
+            node("d", [GROUP], Sharding(2), fabric="inprocess") as target,
+        ):
+            for number in range(2):
+                good = fetch(target, source.descriptors[:1], ranks=[0])
+                request = await within(anext(aiter(source.lead.requests())))
+                good.cancel()
+                assert await within(request.cancelled()) is kvmsgr.Reason.cancelled, number
+                await within(good.released())
+            bad = fetch(target, source.descriptors[:1], ranks=[1])
+            with pytest.raises(IncompatiblePeerError, match="no source holds 2, 3"):
+                await within(bad)
+            await within(bad.released())
+
+
 async def test_sources_must_not_hold_the_same() -> None:
     with use_air(Air()):
         async with (
