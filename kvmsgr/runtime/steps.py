@@ -6,22 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
-
 from kvmsgr.device.counters import Signal
 from kvmsgr.errors import ConfigError, LayoutError, LocalProtocolError, MessengerClosedError
-from kvmsgr.layout import PageWrites, Template
 from kvmsgr.types import Span
-from kvmsgr_protocol import Reason, immediate
+from kvmsgr_protocol import Reason
 
+from .orders import Orders
 from .serve import PrefillRequest
 
 if TYPE_CHECKING:
     from .node import Node
-
-_NO_PAGES = np.empty((0, 2), dtype=np.int32)
-_NO_EDGES = np.empty((0, 4), dtype=np.uint64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +27,9 @@ class Chunk:
         start, stop: Positions [start, stop). Chunks of a request follow each other; the last one stops at
             `request.num_tokens - 1`.
         spans: The source pages that hold these positions. Pages that were named before need not be named again.
-        ready: The pages hold their final values already: they are sent at once.
+        ready: The pages hold their final values already: they are sent at once, and so is the context of a last chunk.
+        context_later: Of a last chunk: its step does not release the context buffers, `PrefillRequest.send_context`
+            does, when they are written.
     """
 
     request: PrefillRequest
@@ -41,44 +37,18 @@ class Chunk:
     stop: int
     spans: Sequence[Span]
     ready: bool = False
+    context_later: bool = False
 
     @property
     def last(self) -> bool:
         """Whether the chunk is its request's last."""
         return self.stop == self.request.num_positions
 
-
-class _Batch:
-    """What one native call arms; see `Poller.begin_step` for the columns of an order."""
-
-    def __init__(self) -> None:
-        self._orders: list[tuple[int, ...]] = []
-        self._pages = [_NO_PAGES]
-        self._edges = [_NO_EDGES]
-        self._num_pages = self._num_edges = 0
-
-    def __len__(self) -> int:
-        return len(self._orders)
-
-    def add_pages(self, pairs: npt.NDArray[np.int32]) -> int:
-        """Returns where they begin. Several orders may share them."""
-        start = self._num_pages
-        self._pages.append(pairs)
-        self._num_pages += len(pairs)
-        return start
-
-    def add_edges(self, edges: npt.NDArray[np.uint64]) -> int:
-        start = self._num_edges
-        self._edges.append(edges)
-        self._num_edges += len(edges)
-        return start
-
-    def add(self, *order: int) -> None:
-        self._orders.append(order)
-
-    def arrays(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.uint64]]:
-        orders = np.array(self._orders, np.int64).reshape(-1, 10)
-        return orders, np.concatenate(self._pages), np.concatenate(self._edges)
+    @property
+    def brings_context(self) -> bool:
+        """Whether the context goes with it: released by its step, or at once where it is ready. Not that of a request
+        that was over before, and has given its context slot back."""
+        return self.last and not self.context_later and self.request.context_slot >= 0
 
 
 class Step:
@@ -88,7 +58,7 @@ class Step:
         signals: What the forward does on each layer counter, one for all ranks or one a rank: `start()` before it,
             `bump()` after each layer.
         signals_context: Whether one more bump of each is due after the context buffers were written, because a chunk is
-            its request's last and has context. It holds even if that request ends in the meantime.
+            its request's last and its context is not sent later. It holds even if that request ends in the meantime.
         tickets: Its number on each counter; 0 for a step that moves nothing.
     """
 
@@ -100,7 +70,7 @@ class Step:
         self.counters = range(first, first + len(num_signals))
         self.tickets = [0] * len(num_signals)
         self.signals = [Signal(node.counters[counter], 0) for counter in self.counters]
-        self.signals_context = any(chunk.last and chunk.request.wants_context for chunk in waits)
+        self.signals_context = any(chunk.brings_context for chunk in waits)
         self._num_bumps = [num + self.signals_context if waits else 0 for num in num_signals]
         for rank in node.lost_ranks if len(num_signals) > 1 else ():
             self._num_bumps[rank] = 0  # the native layer is done with that part at once
@@ -183,7 +153,8 @@ class Step:
         left as they are. Chunks that were `ready` have gone when they were announced.
 
         Raises:
-            LocalProtocolError: A later step of one of its requests was announced; abandon that one first.
+            LocalProtocolError: A later step of one of its requests was announced (abandon that one first), or its
+                context was sent.
         """
         node = self._node
         with node.lock:
@@ -226,8 +197,9 @@ class _Mark:
     def __init__(self, chunk: Chunk) -> None:
         request = chunk.request
         self._request = request
+        self._context_later = chunk.context_later and request.wants_context
         self._before = request.next_position
-        self._last_armed = request.last_armed
+        self._last_armed, self._context_due = request.last_armed, request.context_due
         self._after = chunk.stop
         self._delivery = request.delivery.mark()
 
@@ -238,11 +210,16 @@ class _Mark:
                 f"request {request.request_id!r}: the step up to position {self._after} cannot be abandoned, a later "
                 f"one up to {request.next_position} was announced; abandon the later one first"
             )
+        if self._context_later and not (request.context_due or request.ended):
+            raise LocalProtocolError(
+                f"request {request.request_id!r}: its last step cannot be abandoned, send_context was called after it was "
+                "announced; let it run, or give the request up by fail()"
+            )
 
     def restore(self) -> None:
         request = self._request
         request.next_position = self._before
-        request.last_armed = self._last_armed
+        request.last_armed, request.context_due = self._last_armed, self._context_due
         request.delivery.restore(self._delivery)
 
 
@@ -269,11 +246,11 @@ def begin_step(node: Node, chunks: Sequence[Chunk], counter: int) -> Step:
 
 
 def _arm(node: Node, chunks: Sequence[Chunk], stream: int) -> Step:
-    step, batch = Step(node, chunks, stream), _Batch()
+    step, orders = Step(node, chunks, stream), Orders()
     for chunk in chunks:
-        _advance(node, chunk, batch)
-    if step.moves or len(batch):
-        tickets = node.fabric.begin_step(step.parts, *batch.arrays(), int(node.config.step_timeout_s * 1e9))
+        _advance(node, chunk, orders)
+    if step.moves or len(orders):
+        tickets = node.fabric.begin_step(step.parts, *orders.arrays(), int(node.config.step_timeout_s * 1e9))
         if step.moves:
             step.armed(tickets)
     if chunks:
@@ -289,7 +266,7 @@ def _announced(chunks: Sequence[Chunk]) -> None:
         chunk.request.show()
 
 
-def _advance(node: Node, chunk: Chunk, batch: _Batch) -> None:
+def _advance(node: Node, chunk: Chunk, orders: Orders) -> None:
     """Plan the pages that this chunk makes final."""
     request = chunk.request
     if request.node is not node:
@@ -301,42 +278,20 @@ def _advance(node: Node, chunk: Chunk, batch: _Batch) -> None:
             f"request {request.request_id!r}: chunk [{chunk.start}, {chunk.stop}) was announced, expected is one that "
             f"starts at {request.next_position} and stops at {request.num_positions} at the latest"
         )
+    if chunk.context_later and not chunk.last:
+        raise LocalProtocolError(
+            f"request {request.request_id!r}: context_later is said of chunk [{chunk.start}, {chunk.stop}), and "
+            f"context goes with the last one, which stops at {request.num_positions}: say it there"
+        )
     request.next_position = chunk.stop
-    if request.ended or not request.peer.open_links or not node.lost_ranks.keys().isdisjoint(request.ranks):
+    request.context_due = chunk.context_later and request.wants_context
+    if not request.may_move:
         return  # the engine runs the chunk with the others; nothing of it is wanted any more
     for span in chunk.spans:
         request.delivery.add_source(span)
-    before = len(batch)
-    _order(chunk, batch)
-    request.num_transfers += len(batch) - before
-    request.last_armed = chunk.last
-
-
-def _order(chunk: Chunk, batch: _Batch) -> None:
-    """One transfer for each pair of ranks, template and rail; they share the list of pages."""
-    request = chunk.request
-    routes, dispatch = request.peer.routes, request.dispatch
-    assert routes is not None
-    how = immediate.base(dispatch.slot, dispatch.generation), request.tag, int(chunk.ready)
-
-    for writes, templates in request.delivery.advance(chunk.stop):
-        first, num = batch.add_pages(writes.pairs), len(writes.pairs)
-        for source, (template, rails) in templates:
-            edges = _edges(template, writes)
-            first_edge = batch.add_edges(edges) if len(edges) else 0
-            turn = request.node.turn()
-            for place, (link, number) in enumerate(rails):  # each takes its share of the pages, one of them the edges
-                share = (place + turn) % len(rails)
-                start, stop = first + num * share // len(rails), first + num * (share + 1) // len(rails)
-                last_edge = first_edge + len(edges) if share == len(rails) - 1 else first_edge
-                if start < stop or first_edge < last_edge:
-                    batch.add(routes.part_of(source), link, number, *how, start, stop, first_edge, last_edge)
-    if chunk.last and request.wants_context:
-        slot = batch.add_pages(np.array([[request.context_slot, dispatch.context_slot]], dtype=np.int32))
-        for source, (_, rails) in request.delivery.context():
-            for link, number in rails:
-                batch.add(routes.part_of(source), link, number, *how, slot, slot + 1, 0, 0)
-
-
-def _edges(template: Template, writes: PageWrites) -> npt.NDArray[np.uint64]:
-    return np.concatenate([_NO_EDGES, *(template.edge_runs(*edge) for edge in writes.edges)])
+    before = len(orders)
+    orders.add_positions(request, chunk.stop, chunk.ready)
+    if chunk.brings_context:
+        orders.add_context(request, chunk.ready)
+    request.num_transfers += len(orders) - before
+    request.last_armed = chunk.last and not request.context_due
