@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvmsgr.device.counters import Signal
@@ -28,6 +28,9 @@ class Chunk:
             `request.num_tokens - 1`.
         spans: The source pages that hold these positions. Pages that were named before need not be named again.
         ready: The pages hold their final values already: they are sent at once, and so is the context of a last chunk.
+            Or the step, announced before, that computes them for another request: they go layer by layer as it signals.
+            Such chunks are announced in a call of their own, all with the same step, and are chunks of that step from
+            then on. What of it is over and complete is as if ready.
         context_later: Of a last chunk: its step does not release the context buffers, `PrefillRequest.send_context`
             does, when they are written.
     """
@@ -36,7 +39,7 @@ class Chunk:
     start: int
     stop: int
     spans: Sequence[Span]
-    ready: bool = False
+    ready: bool | Step = False
     context_later: bool = False
 
     @property
@@ -57,6 +60,7 @@ class Step:
     Attributes:
         signals: What the forward does on each layer counter, one for all ranks or one a rank: `start()` before it,
             `bump()` after each layer.
+        chunks: What it computes.
         signals_context: Whether one more bump of each is due after the context buffers were written, because a chunk is
             its request's last and its context is not sent later. It holds even if that request ends in the meantime.
         tickets: Its number on each counter; 0 for a step that moves nothing.
@@ -66,7 +70,7 @@ class Step:
         waits = [chunk for chunk in chunks if not chunk.ready]
         num_signals = node.memory.num_signals
         first = stream * len(num_signals)
-        self.chunks = waits
+        self.chunks = tuple(waits)
         self.counters = range(first, first + len(num_signals))
         self.tickets = [0] * len(num_signals)
         self.signals = [Signal(node.counters[counter], 0) for counter in self.counters]
@@ -75,7 +79,9 @@ class Step:
         for rank in node.lost_ranks if len(num_signals) > 1 else ():
             self._num_bumps[rank] = 0  # the native layer is done with that part at once
         self._node = node
+        self._members = self.chunks  # and those that have joined it
         self._marks = [_Mark(chunk) for chunk in waits]
+        self._broken: set[int] = set()  # its parts that were not complete when they were over
 
     @property
     def parts(self) -> list[tuple[int, int]]:
@@ -102,6 +108,11 @@ class Step:
     def moves(self) -> bool:
         """Whether its layers release anything."""
         return bool(self.chunks)
+
+    @property
+    def unwanted(self) -> bool:
+        """Whether every request that goes with it is over."""
+        return all(chunk.request.ended for chunk in self._members)
 
     def num_bumps_of(self, counter: int) -> int:
         """Bumps that it shows on one of its counters."""
@@ -133,6 +144,31 @@ class Step:
         for chunk in self.chunks:
             chunk.request.num_open_steps += 1
 
+    def check_joinable(self, node: Node, chunks: Sequence[Chunk]) -> None:
+        """Raises LocalProtocolError where its layers cannot release pages of these chunks."""
+        why = None
+        if self._node is not node:
+            why = "is a step of another messenger"
+        elif not any(self.tickets):
+            why = "moves nothing, so that its layers are not seen; announce the pages with ready=True when it has run"
+        elif any(len(self.signals) == 1 or part in chunk.request.ranks for chunk in chunks for part in self._broken):
+            why = "failed or was abandoned: what it should have computed is not final; have it computed by another"
+        if why is not None:
+            raise LocalProtocolError(f"step {self.ticket}, named by `ready` of chunks that it computes, {why}")
+        for chunk in chunks:
+            if chunk.last and chunk.request.wants_context and not chunk.context_later:
+                raise LocalProtocolError(
+                    f"request {chunk.request.request_id!r}: step {self.ticket} computes its last pages for another "
+                    "request, and not its context: say context_later, and call send_context when that is written"
+                )
+
+    def joined(self, chunks: Sequence[Chunk], marks: Sequence[_Mark]) -> None:
+        """The native layer has its pages wait for these layers too."""
+        self._members += tuple(chunks)
+        self._marks += marks
+        for chunk in chunks:
+            chunk.request.num_open_steps += 1
+
     @property
     def running(self) -> list[tuple[int, int]]:
         """(counter, ticket) of each counter on which it is not over."""
@@ -142,8 +178,13 @@ class Step:
         """Take it off one of its counters, or all: what it has not released there it never will."""
         for counter, ticket in self.running:
             if part in (None, self.part_of(counter)):
-                del self._node.steps[counter, ticket]
+                self.broke(counter, ticket)
                 self._node.fabric.poller.abandon(counter, ticket)
+
+    def broke(self, counter: int, ticket: int) -> None:
+        """It is over on that counter, and was not complete."""
+        del self._node.steps[counter, ticket]
+        self._broken.add(self.part_of(counter))
 
     def abandon(self) -> None:
         """The forward will not run: nothing of this step is sent, and its chunks may be announced again.
@@ -161,11 +202,11 @@ class Step:
             if self._shown or not self.running:
                 return
             if not self._started:
-                for mark in self._marks:
+                for mark in {mark.request: mark for mark in self._marks}.values():  # of each the newest
                     mark.check_newest()
-                for mark in self._marks:
+                for mark in reversed(self._marks):
                     mark.restore()
-            for chunk in self.chunks:
+            for chunk in self._members:
                 chunk.request.last_armed = False  # what is stopped now must not look complete
             self.forget()
         if self._started:
@@ -176,17 +217,17 @@ class Step:
         node.loop.call_soon_threadsafe(self.over)
 
     def fail(self, detail: str, part: int | None = None) -> None:
-        """Fail the requests whose chunks it computes; `part`: only those of the ranks that bump this counter."""
-        for chunk in self.chunks:
+        """Fail the requests whose chunks go with it; `part`: only those of the ranks that bump this counter."""
+        for chunk in self._members:
             if part is None or len(self.signals) == 1 or part in chunk.request.ranks:
                 chunk.request.failed(Reason.step_fault, detail)
 
     def over(self) -> None:
         """The forward computes nothing more."""
         with self._node.lock:  # an engine's thread may be announcing another step of the same requests
-            for chunk in self.chunks:
+            for chunk in self._members:
                 chunk.request.num_open_steps -= 1
-        for chunk in self.chunks:
+        for chunk in self._members:
             chunk.request.release_context_slot()
             chunk.request.show()
 
@@ -196,7 +237,7 @@ class _Mark:
 
     def __init__(self, chunk: Chunk) -> None:
         request = chunk.request
-        self._request = request
+        self.request = request
         self._context_later = chunk.context_later and request.wants_context
         self._before = request.next_position
         self._last_armed, self._context_due = request.last_armed, request.context_due
@@ -204,7 +245,7 @@ class _Mark:
         self._delivery = request.delivery.mark()
 
     def check_newest(self) -> None:
-        request = self._request
+        request = self.request
         if request.next_position != self._after:
             raise LocalProtocolError(
                 f"request {request.request_id!r}: the step up to position {self._after} cannot be abandoned, a later "
@@ -212,12 +253,12 @@ class _Mark:
             )
         if self._context_later and not (request.context_due or request.ended):
             raise LocalProtocolError(
-                f"request {request.request_id!r}: its last step cannot be abandoned, send_context was called after it was "
-                "announced; let it run, or give the request up by fail()"
+                f"request {request.request_id!r}: its last step cannot be abandoned, for send_context was called after "
+                "it was announced; let it run, or give the request up by fail()"
             )
 
     def restore(self) -> None:
-        request = self._request
+        request = self.request
         request.next_position = self._before
         request.last_armed, request.context_due = self._last_armed, self._context_due
         request.delivery.restore(self._delivery)
@@ -228,6 +269,7 @@ def begin_step(node: Node, chunks: Sequence[Chunk], counter: int) -> Step:
     num_streams = len(node.counters) // len(node.memory.num_signals)
     if not 0 <= counter < num_streams:
         raise ConfigError(f"layer counter {counter} does not exist; there are {num_streams}")
+    owner = _owner(chunks)
     requests = [chunk.request for chunk in chunks]
     if len(set(requests)) < len(requests):
         raise LayoutError("a step has one chunk a request at most; announce pages that are ready by themselves")
@@ -237,6 +279,8 @@ def begin_step(node: Node, chunks: Sequence[Chunk], counter: int) -> Step:
         marks = [_Mark(chunk) for chunk in chunks]
         tallies = [request.num_transfers for request in requests]
         try:
+            if owner is not None:
+                return _join(node, list(chunks), counter, owner, marks)
             return _arm(node, list(chunks), counter)
         except BaseException:
             for mark, request, num_transfers in zip(marks, requests, tallies, strict=True):
@@ -245,10 +289,36 @@ def begin_step(node: Node, chunks: Sequence[Chunk], counter: int) -> Step:
             raise
 
 
+def _owner(chunks: Sequence[Chunk]) -> Step | None:
+    """The step that computes the pages of all these chunks for other requests."""
+    owners = [chunk.ready for chunk in chunks if isinstance(chunk.ready, Step)]
+    if owners and (len(owners) < len(chunks) or len(set(owners)) > 1):
+        raise LocalProtocolError(
+            f"{len(owners)} of {len(chunks)} chunks name {len(set(owners))} steps that compute them: those of one step are "
+            "announced by a begin_step of their own, and those that name none by another"
+        )
+    return owners[0] if owners else None
+
+
+def _join(node: Node, chunks: Sequence[Chunk], stream: int, owner: Step, marks: Sequence[_Mark]) -> Step:
+    """Have chunks go with a step that was announced before."""
+    owner.check_joinable(node, chunks)
+    if not owner.running:
+        return _arm(node, [replace(chunk, ready=True) for chunk in chunks], stream)
+    orders = Orders()
+    for chunk in chunks:
+        _advance(node, chunk, orders, ready=False)
+    if len(orders):
+        node.fabric.join_step(list(zip(owner.counters, owner.tickets, strict=True)), *orders.arrays())
+    owner.joined(chunks, marks)
+    node.loop.call_soon_threadsafe(_announced, chunks)
+    return Step(node, [], stream)
+
+
 def _arm(node: Node, chunks: Sequence[Chunk], stream: int) -> Step:
     step, orders = Step(node, chunks, stream), Orders()
     for chunk in chunks:
-        _advance(node, chunk, orders)
+        _advance(node, chunk, orders, ready=bool(chunk.ready))
     if step.moves or len(orders):
         tickets = node.fabric.begin_step(step.parts, *orders.arrays(), int(node.config.step_timeout_s * 1e9))
         if step.moves:
@@ -266,8 +336,8 @@ def _announced(chunks: Sequence[Chunk]) -> None:
         chunk.request.show()
 
 
-def _advance(node: Node, chunk: Chunk, orders: Orders) -> None:
-    """Plan the pages that this chunk makes final."""
+def _advance(node: Node, chunk: Chunk, orders: Orders, ready: bool) -> None:
+    """Plan the pages that this chunk makes final; `ready`: they wait for no layer."""
     request = chunk.request
     if request.node is not node:
         raise LocalProtocolError(f"request {request.request_id!r} came to another messenger; announce its chunks there")
@@ -290,8 +360,8 @@ def _advance(node: Node, chunk: Chunk, orders: Orders) -> None:
     for span in chunk.spans:
         request.delivery.add_source(span)
     before = len(orders)
-    orders.add_positions(request, chunk.stop, chunk.ready)
+    orders.add_positions(request, chunk.stop, ready)
     if chunk.brings_context:
-        orders.add_context(request, chunk.ready)
+        orders.add_context(request, ready)
     request.num_transfers += len(orders) - before
     request.last_armed = chunk.last and not request.context_due
