@@ -294,7 +294,7 @@ def _owner(chunks: Sequence[Chunk]) -> Step | None:
     owners = [chunk.ready for chunk in chunks if isinstance(chunk.ready, Step)]
     if owners and (len(owners) < len(chunks) or len(set(owners)) > 1):
         raise LocalProtocolError(
-            f"{len(owners)} of {len(chunks)} chunks name {len(set(owners))} steps that compute them: those of one step are "
+            f"{len(owners)} of {len(chunks)} chunks name {len(set(owners))} steps that compute them: those of one are "
             "announced by a begin_step of their own, and those that name none by another"
         )
     return owners[0] if owners else None
