@@ -242,6 +242,17 @@ class Node:
         self._turns += 1
         return self._turns
 
+    def take_context_slot(self) -> int | None:
+        """None when there is none. Some may be kept for steps that have shown all
+        their signals since: nobody tells when they do."""
+        if (slot := self.context_slots.take()) is None:
+            with self.lock:
+                steps = dict.fromkeys(self.steps.values())
+            for step in steps:
+                step.release_context_slots()
+            slot = self.context_slots.take()
+        return slot
+
     def stop_writes(self, request: PrefillRequest) -> None:
         """Drop what is not posted. Under the lock: no step may arm more of the request behind our back."""
         with self.lock:

@@ -94,7 +94,7 @@ class Outbox:
         self._hold(targets)
         attempt = self._attempts.take()
         legs = {peer: (self._node.slots.take(), self._node.ledger.take()) for peer in peers}
-        context_slot = self._node.context_slots.take() if wants_context else -1
+        context_slot = self._node.take_context_slot() if wants_context else -1
         free = {
             "immediate slot": None if any(slot is None for slot, _ in legs.values()) else 0,
             "context slot": context_slot,

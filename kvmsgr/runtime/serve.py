@@ -24,6 +24,7 @@ from .orders import Orders
 if TYPE_CHECKING:
     from .node import Node
     from .peer import PeerDriver
+    from .steps import Step
 
 log = structlog.get_logger("kvmsgr")
 COUNT_S = 0.05
@@ -56,7 +57,8 @@ class PrefillRequest:
         payload: Opaque bytes from the decoder's engine.
         trace: Trace context from it.
         context_slot: The slot of its context, in every context buffer; -1: none is wanted, or the request is over and
-            has given it back. It is held as long as a step computes the request, and while `send_context` is due.
+            has given it back. It is held until the steps that compute the request have shown all their signals, and
+            while `send_context` is due.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class PrefillRequest:
         self.last_armed = self.num_positions == 0  # and its context
         self.context_due = False  # the last chunk was announced, and `send_context` is to follow
         self.node = node
-        self.num_open_steps = 0
+        self.open_steps: list[Step] = []  # that compute it and are not over
         self._num_ended = 0
         self._rows = 0
         self._machine = core.Serve(dispatch.request_id)
@@ -310,7 +312,7 @@ class PrefillRequest:
         before a `send_context` that is due."""
         with self.node.lock:  # an engine's thread may be announcing a step
             posted = self.last_armed and self._rows == self.dispatch.expected_rows
-            written = posted or not (self.num_open_steps or self.context_due)
+            written = posted or (not self.context_due and all(step.shown for step in self.open_steps))
             if self.context_slot < 0 or not self._released.done() or not written:
                 return
             slot, self.context_slot = self.context_slot, -1

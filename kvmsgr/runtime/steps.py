@@ -127,8 +127,9 @@ class Step:
         return any(signal.started for signal in self.signals)
 
     @property
-    def _shown(self) -> bool:
-        """Whether it has shown all it will show."""
+    def shown(self) -> bool:
+        """Whether it has shown all it will show, so that it writes no context any more. It is over only when the next
+        step starts, or with its time."""
         return all(signal.num_bumps >= num for signal, num in zip(self.signals, self._num_bumps, strict=True))
 
     # Under the lock
@@ -142,7 +143,7 @@ class Step:
         for key in zip(self.counters, tickets, strict=True):
             self._node.steps[key] = self
         for chunk in self.chunks:
-            chunk.request.num_open_steps += 1
+            chunk.request.open_steps.append(self)
 
     def check_joinable(self, node: Node, chunks: Sequence[Chunk]) -> None:
         """Raises LocalProtocolError where its layers cannot release pages of these chunks."""
@@ -167,7 +168,7 @@ class Step:
         self._members += tuple(chunks)
         self._marks += marks
         for chunk in chunks:
-            chunk.request.num_open_steps += 1
+            chunk.request.open_steps.append(self)
 
     @property
     def running(self) -> list[tuple[int, int]]:
@@ -199,7 +200,7 @@ class Step:
         """
         node = self._node
         with node.lock:
-            if self._shown or not self.running:
+            if self.shown or not self.running:
                 return
             if not self._started:
                 for mark in {mark.request: mark for mark in self._marks}.values():  # of each the newest
@@ -222,13 +223,18 @@ class Step:
             if part is None or len(self.signals) == 1 or part in chunk.request.ranks:
                 chunk.request.failed(Reason.step_fault, detail)
 
+    def release_context_slots(self) -> None:
+        """Give those back that were kept for it alone."""
+        for chunk in self._members:
+            chunk.request.release_context_slot()
+
     def over(self) -> None:
         """The forward computes nothing more."""
         with self._node.lock:  # an engine's thread may be announcing another step of the same requests
             for chunk in self._members:
-                chunk.request.num_open_steps -= 1
+                chunk.request.open_steps.remove(self)
+        self.release_context_slots()
         for chunk in self._members:
-            chunk.request.release_context_slot()
             chunk.request.show()
 
 
