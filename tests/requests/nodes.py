@@ -179,9 +179,11 @@ async def pair(
                 await within(side.messenger.close())
 
 
-def run(fabric: str, scenario: Callable[[], Coroutine[Any, Any, None]], seed: int = 0) -> None:
-    """A scenario over a fabric; in process in a time of its own."""
+def run(
+    fabric: str, scenario: Callable[[], Coroutine[Any, Any, None]], seed: int = 0, *, any_order: bool = False
+) -> None:
+    """A scenario over a fabric; in process in a time of its own, where writes may land in `any_order`."""
     if fabric == "inprocess":
-        simulate(lambda air: scenario(), seed)
+        simulate(lambda air: scenario(), seed, any_order=any_order)
     else:
         asyncio.run(scenario())

@@ -159,6 +159,36 @@ def test_the_slot_of_a_cancelled_request_is_held_while_its_context_is_due(how: s
     run("inprocess", scenario)
 
 
+@pytest.mark.parametrize("fabric", ["inprocess", NET])
+def test_the_slot_of_a_cancelled_fetch_is_held_while_its_context_is_in_the_air(fabric: str) -> None:
+    """It would land in another request's."""
+
+    async def scenario() -> None:
+        async with pair(fabric, num_context_slots=1) as both:
+            fetch, request = await begun(both)
+            write(request, 1)
+            held = both.decoder.node.fabric.poller
+            held.hold(True)
+            both.begin(Chunk(request, 0, NUM_POSITIONS, SPANS, ready=True))
+            await until(lambda: both.prefiller.messenger.stats()["posted_rows"] == NUM_ROWS, "all of it is posted")
+            fetch.cancel()
+            with pytest.raises(RequestCancelledError):
+                await within(fetch)
+            await within(request.cancelled())
+            with pytest.raises(BusyError, match="every context slot is held by a request that is alive or not proven"):
+                both.fetch("b", NUM_POSITIONS + 1, [2, 3])
+            assert (both.decoder.hidden == POISON).all()
+            held.hold(False)
+            await within(fetch.released())
+            assert (both.decoder.hidden == 1).all(), "it did land"
+            fetch, request = await begun(both, "c")
+            write(request, 2)
+            both.begin(Chunk(request, 0, NUM_POSITIONS, SPANS, ready=True))
+            await check_arrives(fetch, 2)
+
+    run(fabric, scenario)
+
+
 def test_a_slot_comes_back_when_its_step_has_shown_all_its_signals() -> None:
     """A step is over only when the next one starts, and there may be none while no slot is free."""
 
