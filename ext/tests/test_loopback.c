@@ -196,6 +196,20 @@ static void test_a_step_is_armed_as_a_whole(struct node *source)
     CHECK(!kv_begin_step(&source->poller, 1, twice, 2, NULL, 0, KV_S, both, &error) && strstr(error.text, "two parts"));
 }
 
+static void test_a_join_is_armed_as_a_whole(struct node *source)
+{
+    uint64_t tickets[NICS] = {1, 1}, none[NICS] = {1, 0};
+    uint32_t num = 0;
+    while (kv_commands_reserve(&source->poller->commands))
+        num++;
+    CHECK(num > KV_COMMANDS / 2);
+    CHECK(!join(source, tickets, &error) && error.kind == KV_FULL && strstr(error.text, "commands wait"));
+    while (num--)
+        kv_commands_unreserve(&source->poller->commands);
+    CHECK(!join(source, none, &error) && error.kind == KV_INVALID && strstr(error.text, "part 1: ticket 0"));
+    CHECK(!order(source, 0, true, true, tickets, &error) && strstr(error.text, "cannot be ready"));
+}
+
 /* ---- joins from one thread, while another one is the engine ---- */
 struct joiner { struct node *node; uint64_t tickets[NICS]; _Atomic uint32_t num_begun; };
 
@@ -283,6 +297,7 @@ int main(int argc, char **argv)
     add_templates(&source);
     test_steps_move_bytes(&source, &target);
     test_a_step_is_armed_as_a_whole(&source);
+    test_a_join_is_armed_as_a_whole(&source);
     test_transfers_join_from_another_thread(&source, &target);
     test_closing_under_calls_ends_everything(&source, &target);
     close_node(&source);
