@@ -199,6 +199,10 @@ class PrefillRequest:
         """Give the request up, at any time. What is posted already may still be read; see `released`. A `send_context`
         that was due is not any more: the context buffers are written by nobody but steps that were announced."""
         self.failed(Reason.engine, as_text(reason))
+        self._give_up_context()
+
+    def _give_up_context(self) -> None:
+        """The engine will not send it any more."""
         with self.node.lock:
             self.context_due = False
         self.release_context_slot()

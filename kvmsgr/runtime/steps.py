@@ -309,8 +309,9 @@ def _owner(chunks: Sequence[Chunk]) -> Step | None:
 def _join(node: Node, chunks: Sequence[Chunk], stream: int, owner: Step, marks: Sequence[_Mark]) -> Step:
     """Have chunks go with a step that was announced before."""
     owner.check_joinable(node, chunks)
+    chunks = [replace(chunk, ready=True) for chunk in chunks]  # so that no step is held by itself
     if not owner.running:
-        return _arm(node, [replace(chunk, ready=True) for chunk in chunks], stream)
+        return _arm(node, chunks, stream)
     orders = Orders()
     for chunk in chunks:
         _advance(node, chunk, orders, ready=False)
