@@ -13,7 +13,7 @@ import kvmsgr
 from kvmsgr.fabric.inprocess import Air, use_air
 from kvmsgr_protocol import Reason
 
-from .halfway import asked, halfway, run_layer, until
+from .halfway import Halfway, asked, halfway, run_layer, start, until
 from .sharded import Group, Node, Sharding, move, node, within
 
 GROUP = Group(heads=4, num_pages=48)
@@ -183,17 +183,22 @@ async def test_t14_a_prefiller_that_has_sent_its_part_is_asked_for_it_again() ->
         assert fetch.num_restarts == 1
 
 
+def finish(step: kvmsgr.Step, *computed: Halfway, layers: list[int]) -> None:
+    """Run the rest of a forward pass, with context."""
+    for layer in layers:
+        run_layer(step, layer, *computed)
+    assert step.signals_context
+    for signal in step.signals:
+        signal.bump()
+
+
 async def test_t14_a_step_goes_on_for_its_other_requests() -> None:
     async with nodes("inprocess", "several ranks") as (prefiller, decoder):
         one, other = [await asked(prefiller, decoder, number, 20) for number in (1, 2)]
         step = await halfway(one, other)
         posted = await within(one.request.preempt())
         assert 0 < posted < one.request.dispatch.expected_rows
-        for layer in prefiller.layers[1:]:
-            run_layer(step, layer, other)
-        assert step.signals_context
-        for signal in step.signals:
-            signal.bump()
+        finish(step, other, layers=prefiller.layers[1:])
         await other.check_arrives()
         assert one.fetch.rows_landed == 0, "the bumps released nothing of the one that has no pages any more"
         assert (await one.request.outcome()).rows_posted == posted
@@ -201,8 +206,13 @@ async def test_t14_a_step_goes_on_for_its_other_requests() -> None:
         assert (again.request_id, again.payload, list(again.tokens)) == (one.request.request_id, b"", list(range(20)))
         with pytest.raises(kvmsgr.errors.LocalProtocolError, match="not been accepted"):
             prefiller.lead.begin_step([kvmsgr.Chunk(again, 0, 19, [])])
-        one.fetch.cancel()
-        await within(one.fetch.released())
+
+        again.accept()
+        one.request = again
+        step = prefiller.lead.begin_step([one.chunk()])
+        start(step)
+        finish(step, one, layers=prefiller.layers)
+        await one.check_arrives()
         await until(lambda: prefiller.lead._node.context_slots.num_held == 0, "its context slots are free")
 
 
