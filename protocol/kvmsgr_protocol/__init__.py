@@ -39,11 +39,10 @@ from .messages import (
 )
 from .packing import pack_pages, pack_tokens, unpack_pages, unpack_tokens
 from .rows import expected_rows, group_positions, rows_per_position, span_positions
-from .versions import DRAFT, PROTOCOL_VERSIONS, negotiate
+from .versions import PROTOCOL_VERSIONS, negotiate
 
 __all__ = [
     "DEFAULT_MAX_FRAME_BYTES",
-    "DRAFT",
     "MAX_PAYLOAD_BYTES",
     "MAX_ROWS",
     "MAX_TOKENS",

@@ -7,10 +7,7 @@ from typing import Final
 from .errors import VersionMismatch
 
 PROTOCOL_VERSIONS: Final = (1, 1)
-"""Lowest and highest version this package speaks."""
-
-DRAFT: Final = True
-"""The version is a draft: it may change without a new number until the first release."""
+"""Lowest and highest version this package speaks: the current one, and the one before it where there is one."""
 
 
 def negotiate(ours: tuple[int, int], theirs: tuple[int, int]) -> int:
