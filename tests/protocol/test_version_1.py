@@ -24,6 +24,6 @@ def test_what_is_spoken_is_version_1() -> None:
     found = hashlib.sha256(json.dumps(schema, sort_keys=True).encode()).hexdigest()[:16]
     assert PROTOCOL_VERSIONS == (1, 1)
     assert found == VERSION_1, (
-        "messages have changed, and version 1 is final. Take the change back, or give it a new number and go on speaking "
-        "version 1 (SPECIFICATION, first page). A key that a peer may skip is no new version: then only this digest is"
+        "messages have changed, and version 1 is final: take the change back, or give it a new number and go on "
+        "speaking 1 (first page of the specification). A key that a peer may skip is no new version: then this digest is"
     )
