@@ -25,5 +25,5 @@ def test_what_is_spoken_is_version_1() -> None:
     assert PROTOCOL_VERSIONS == (1, 1)
     assert found == VERSION_1, (
         "messages have changed, and version 1 is final: take the change back, or give it a new number and go on "
-        "speaking 1 (first page of the specification). A key that a peer may skip is no new version: then this digest is"
+        "speaking 1 (first page of the specification). A key that a peer may skip is none: change the digest then"
     )
