@@ -129,6 +129,7 @@ async def test_t14_the_next_owner_is_never_seen(fabric: str, case: str) -> None:
         arrival = await within(fetch)
         await within(again)
         decoder.check(NUMBER, pages, NUM_POSITIONS, range(len(decoder.shards)))
+        assert len(arrival.contexts) == len(decoder.shards)
         for views in arrival.contexts.values():
             assert (views["hidden"] == NUMBER).all()
         arrival.release()

@@ -86,6 +86,11 @@ def test_t14_pages_go_to_another_request_while_writes_are_in_the_air(seed: int, 
             assert preempted.ended is completes, "it ends when every read of these pages is over, and not before"
             assert not fetch.done
             assert fetch.num_restarts == 0, "nothing proves yet that the first attempt has ended"
+            state = decoder.node.fabric.state
+            (leg,) = (leg for leg in state.legs() if leg.request_id == "a")
+            assert (leg.state, leg.reason) == ("counting" if completes else "draining", "preempted")
+            assert "have landed" in leg.why
+            assert (state.quarantined, fetch.quarantine) == (0, None), "the request is alive"
             air.release(where)
             await asyncio.wait_for(asyncio.shield(rows), SECONDS)
             assert CHUNK_ROWS <= rows.result() < NUM_CHUNKS * CHUNK_ROWS
