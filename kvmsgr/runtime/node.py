@@ -306,7 +306,7 @@ class Node:
             if step is None:
                 return
             over = not step.running
-        detail = records.step_fault(ticket, extra, step.num_bumps_of(counter))
+        detail = records.step_fault(counter, ticket, extra, step.num_bumps_of(counter))
         if len(step.signals) > 1:
             detail = f"rank {step.part_of(counter)}: {detail}"
         say = log.info if all(chunk.request.ended for chunk in step.chunks) else log.error

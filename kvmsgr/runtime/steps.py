@@ -200,7 +200,8 @@ class Step:
         if self._started:
             shown = zip(self.signals, self._num_bumps, strict=True)
             seen = ", ".join(f"{signal.num_bumps} of {num}" for signal, num in shown)
-            detail = f"step {self.ticket} was abandoned after {seen} layer signals"
+            which = f"step {self.ticket} of layer counter {self.counters.start}"
+            detail = f"{which} was abandoned after {seen} layer signals"
             node.loop.call_soon_threadsafe(self.fail, detail)
         node.loop.call_soon_threadsafe(self.over)
 
