@@ -84,6 +84,7 @@ class PrefillRequest:
         self.last_armed = self.num_positions == 0
         self.node = node
         self.num_open_steps = 0
+        self.spoiled = False  # a step of it was given up halfway, which its end is about to follow
         self._num_ended = 0
         self._rows = 0
         self._machine = core.Serve(dispatch.request_id)

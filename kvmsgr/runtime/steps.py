@@ -196,8 +196,11 @@ class Step:
                     mark.restore()
             for chunk in self.chunks:
                 chunk.request.last_armed = False  # what is stopped now must not look complete
+                chunk.request.spoiled |= self._started
             self.forget()
         if self._started:
+            for chunk in self.chunks:
+                node.stop_writes(chunk.request)  # now: a later step of it may run before the event loop does
             shown = zip(self.signals, self._num_bumps, strict=True)
             seen = ", ".join(f"{signal.num_bumps} of {num}" for signal, num in shown)
             which = f"step {self.ticket} of layer counter {self.counters.start}"
@@ -303,7 +306,8 @@ def _advance(node: Node, chunk: Chunk, batch: _Batch) -> None:
             f"starts at {request.next_position} and stops at {request.num_positions} at the latest"
         )
     request.next_position = chunk.stop
-    if request.ended or not request.peer.open_links or not node.lost_ranks.keys().isdisjoint(request.ranks):
+    over = request.ended or request.spoiled
+    if over or not request.peer.open_links or not node.lost_ranks.keys().isdisjoint(request.ranks):
         return  # the engine runs the chunk with the others; nothing of it is wanted any more
     for span in chunk.spans:
         request.delivery.add_source(span)
