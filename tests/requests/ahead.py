@@ -353,12 +353,13 @@ class AheadEngine:
     async def finish(self) -> None:
         """Every request that can arrives, what was said wrongly is found, and nothing is held any more."""
         await self.run_all()
+        await asyncio.sleep(0.01)  # the poller sees what was abandoned
         for stream in self.streams:
             await self.fetch(PAGE_TOKENS)
             for job in [job for job in self.jobs if job.left]:
                 self.announce(stream, [(job, job.left)])
                 await self.run_all()
-                await asyncio.sleep(0.01)  # the poller gives ring slots back
+                await asyncio.sleep(0.01)
         for job in list(self.jobs):
             await self.reap(job)
         await until(lambda: len(self.node.steps) <= len(self.streams), "steps that are over are forgotten")

@@ -25,7 +25,7 @@ from kvmsgr.fabric.inprocess import Air, use_air
 from kvmsgr.testing.loop import SimulatedLoop, simulate
 from kvmsgr_protocol import Reason
 
-from .ahead import LAYERS, PAGE_TOKENS, ROWS_A_LAYER, AheadEngine, Forward, Job, ahead, within
+from .ahead import LAYERS, PAGE_TOKENS, ROWS_A_LAYER, AheadEngine, Forward, Job, ahead, until, within
 
 T = TypeVar("T")
 NUM_STREAMS = 2
@@ -46,7 +46,9 @@ class AsyncScheduling(RuleBasedStateMachine):
         self.stack = ExitStack()
         self.stack.enter_context(use_air(Air(seed, any_order=any_order)))
         self.runner = self.stack.enter_context(asyncio.Runner(loop_factory=SimulatedLoop))
-        self.opened = ahead("inprocess", num_streams=NUM_STREAMS, num_slots=64, context=context, step_timeout_s=HOUR_S)
+        self.opened = ahead(
+            "inprocess", num_streams=NUM_STREAMS, num_slots=MOST_AHEAD + 1, context=context, step_timeout_s=HOUR_S
+        )
         self.engine = self.run(self.opened.__aenter__())
         for num_positions in (2 * PAGE_TOKENS + 1, 3 * PAGE_TOKENS):
             self.run(self.engine.fetch(num_positions))
@@ -336,6 +338,22 @@ def test_a_full_ring_arms_nothing() -> None:
             await engine.finish()
 
     simulate(scenario, 0)
+
+
+@pytest.mark.parametrize("fabric", ["inprocess", "net"])
+async def test_steps_that_are_abandoned_again_and_again_never_fill_the_ring(fabric: str) -> None:
+    """Before them a step that is complete, and over only when another one starts: it keeps its slot, and no other."""
+    async with ahead(fabric, num_slots=4, context=False) as engine:
+        job, other = await engine.fetch(PAGE_TOKENS), await engine.fetch(PAGE_TOKENS)
+        announced_whole(engine, job)
+        run_whole(engine)
+        await within(job.fetch)
+        for _ in range(20):
+            forward = announced_whole(engine, other)
+            engine.abandon(forward)
+            rounds = engine.prefiller.stats()["rounds"]
+            await until(lambda rounds=rounds: engine.prefiller.stats()["rounds"] > rounds + 1, "two rounds")  # type: ignore[misc]  # a condition
+        await engine.finish()
 
 
 @pytest.mark.parametrize("fabric", ["net", "shm"])
