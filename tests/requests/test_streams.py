@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -52,49 +53,52 @@ def test_the_layers_of_two_micro_batches_go_by_their_own_counters() -> None:
 async def test_micro_batches_in_worker_processes(tmp_path: Path, layer_counters: str) -> None:
     """Each stream's ring lies in memory that the workers bump and the lead watches. It is shorter than what is run."""
     with nothing_left():
-        counters = {"layer_counters": layer_counters, "num_streams": NUM_STREAMS}
-        async with joined(tmp_path, NUM_WORKERS, total_heads=NUM_WORKERS, num_slots=2, **counters) as (group, workers):
-            config = kvmsgr.Config(name="prefiller", model="toy", fabric="net", **counters)  # type: ignore[arg-type]  # they fit
-            kv = np.full((WORKER_LAYERS, 4, PLANES, NUM_WORKERS, TOKENS, DIM), -1, np.float32)
-            cache = kvmsgr.Cache([kvmsgr.CacheGroup.from_tensors([kv], DIMS)])
-            hidden = [kvmsgr.ContextBuffer("hidden", np.zeros((4, 4), np.float32))]
-            async with (
-                await kvmsgr.Messenger.open(config, ranks=group.ranks, counters=group.counters) as prefiller,
-                await kvmsgr.Messenger.open(
-                    kvmsgr.Config(name="decoder", model="toy", fabric="net"), cache, hidden
-                ) as decoder,
-            ):
-                fetches, requests = [], []
-                for number, pages in enumerate(([0, 2], [3, 1])):
-                    spans = [kvmsgr.Span(0, 0, pages)]
-                    fetches.append(decoder.fetch(f"r{number}", [prefiller.descriptor], range(2 * TOKENS + 1), spans))
-                    requests.append(await within(anext(prefiller.requests())))
-                    requests[-1].accept()
-                bumping = workers if layer_counters == "rank" else workers[:1]
-                for worker in bumping:
-                    await worker(f"counters = [link.counter(stream) for stream in range({NUM_STREAMS})]")
-                for worker in workers:
-                    await worker("kv[:] = np.arange(kv.size).reshape(kv.shape) + 1000 * link.rank")
-                for start in range(2 * TOKENS):  # a token a step: the rings are gone round several times
-                    steps = [
-                        prefiller.begin_step(
-                            [kvmsgr.Chunk(request, start, start + 1, [kvmsgr.Span(0, 0, [2 * n, 2 * n + 1])])],
-                            counter=n,
-                        )
-                        for n, request in enumerate(requests)
-                    ]
-                    for stream, step in enumerate(steps):
-                        for worker, ticket in zip(bumping, step.tickets, strict=True):
-                            await worker(f"counters[{stream}].start({ticket})")
-                    for _ in range(WORKER_LAYERS + steps[0].signals_context):
-                        for stream in range(NUM_STREAMS):
-                            for worker in bumping:
-                                await worker(f"counters[{stream}].bump()")
-                    await until(lambda: len(prefiller._node.steps) <= len(group.counters), "older steps are over")
-                for fetch in fetches:
-                    (await within(fetch)).release()
-                    await within(fetch.released())
-        wanted = np.arange(kv.size // NUM_WORKERS, dtype=np.float32).reshape(WORKER_LAYERS, 4, PLANES, TOKENS, DIM)
-        for head in range(NUM_WORKERS):
-            for pages, sources in (([0, 2], [0, 1]), ([3, 1], [2, 3])):
-                np.testing.assert_array_equal(kv[:, pages][:, :, :, head], wanted[:, sources] + 1000 * head)
+        await run_micro_batches(tmp_path, {"layer_counters": layer_counters, "num_streams": NUM_STREAMS})
+
+
+async def run_micro_batches(folder: Path, counters: dict[str, Any]) -> None:
+    async with joined(folder, NUM_WORKERS, total_heads=NUM_WORKERS, num_slots=2, **counters) as (group, workers):
+        config = kvmsgr.Config(name="prefiller", model="toy", fabric="net", **counters)
+        kv = np.full((WORKER_LAYERS, 4, PLANES, NUM_WORKERS, TOKENS, DIM), -1, np.float32)
+        cache = kvmsgr.Cache([kvmsgr.CacheGroup.from_tensors([kv], DIMS)])
+        hidden = [kvmsgr.ContextBuffer("hidden", np.zeros((4, 4), np.float32))]
+        async with (
+            await kvmsgr.Messenger.open(config, ranks=group.ranks, counters=group.counters) as prefiller,
+            await kvmsgr.Messenger.open(
+                kvmsgr.Config(name="decoder", model="toy", fabric="net"), cache, hidden
+            ) as decoder,
+        ):
+            fetches, requests = [], []
+            for number, pages in enumerate(([0, 2], [3, 1])):
+                spans = [kvmsgr.Span(0, 0, pages)]
+                fetches.append(decoder.fetch(f"r{number}", [prefiller.descriptor], range(2 * TOKENS + 1), spans))
+                requests.append(await within(anext(prefiller.requests())))
+                requests[-1].accept()
+            bumping = workers if counters["layer_counters"] == "rank" else workers[:1]
+            for worker in bumping:
+                await worker(f"counters = [link.counter(stream) for stream in range({NUM_STREAMS})]")
+            for worker in workers:
+                await worker("kv[:] = np.arange(kv.size).reshape(kv.shape) + 1000 * link.rank")
+            for start in range(2 * TOKENS):  # a token a step: the rings are gone round several times
+                steps = [
+                    prefiller.begin_step(
+                        [kvmsgr.Chunk(request, start, start + 1, [kvmsgr.Span(0, 0, [2 * n, 2 * n + 1])])],
+                        counter=n,
+                    )
+                    for n, request in enumerate(requests)
+                ]
+                for stream, step in enumerate(steps):
+                    for worker, ticket in zip(bumping, step.tickets, strict=True):
+                        await worker(f"counters[{stream}].start({ticket})")
+                for _ in range(WORKER_LAYERS + steps[0].signals_context):
+                    for stream in range(NUM_STREAMS):
+                        for worker in bumping:
+                            await worker(f"counters[{stream}].bump()")
+                await until(lambda: len(prefiller._node.steps) <= len(group.counters), "older steps are over")
+            for fetch in fetches:
+                (await within(fetch)).release()
+                await within(fetch.released())
+    wanted = np.arange(kv.size // NUM_WORKERS, dtype=np.float32).reshape(WORKER_LAYERS, 4, PLANES, TOKENS, DIM)
+    for head in range(NUM_WORKERS):
+        for pages, sources in (([0, 2], [0, 1]), ([3, 1], [2, 3])):
+            np.testing.assert_array_equal(kv[:, pages][:, :, :, head], wanted[:, sources] + 1000 * head)
