@@ -34,6 +34,6 @@ def test_what_travels_before_the_last_signal_is_measured_beside_the_raw_limit(pr
     checks = {check["what"]: check for check in report["checks"]}
     assert checks[f"{provider} wrong pages"]["passed"]
     num_failed = sum(not check["passed"] for check in checks.values())
-    assert len(checks) == 3
+    assert len(checks) == 4
     assert (num_failed > 0) == (done.returncode == MISSED_FIGURES)
-    assert done.stdout.splitlines()[-1] == f"{3 - num_failed} passed, {num_failed} failed"
+    assert done.stdout.splitlines()[-1] == f"{4 - num_failed} passed, {num_failed} failed"
