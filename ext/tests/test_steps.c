@@ -176,6 +176,31 @@ static void test_an_engine_runs_against_the_watch(void)
     toy_close();
 }
 
+static void test_a_step_that_is_not_over_costs_later_ones_one_slot(void)
+{
+    toy_open(SLOTS, 16, 16);
+    struct kv_stream *s = toy->streams[0];
+    uint64_t first = toy_step(1, NULL, NULL), last = first;
+    kv_counter_start(s->counter, SLOTS, first);
+    kv_counter_bump(s->counter, SLOTS);   /* complete; a surplus bump may follow */
+    kv_watch(toy);
+    for (uint32_t i = 0; i < 3 * SLOTS; i++) {
+        if (last != first)
+            kv_step_abandon(toy, s, last);
+        uint64_t next = toy_step(1, NULL, NULL);
+        CHECK(next > last && next % SLOTS != first % SLOTS);
+        last = next;
+    }
+    kv_counter_start(s->counter, SLOTS, last);
+    kv_watch(toy);
+    CHECK(toy_record().kind == KV_STEP_ENDED);
+    bool comes_back = false;
+    for (uint32_t i = 1; i < SLOTS; i++)
+        comes_back |= kv_turns_claim(s->turns, 1) % SLOTS == first % SLOTS;
+    CHECK(comes_back && !kv_turns_claim(s->turns, 1));
+    toy_close();
+}
+
 static void test_a_ticket_that_is_not_used_comes_next_again(void)
 {
     toy_open(SLOTS, 16, 16);
@@ -246,7 +271,10 @@ static void test_a_shared_step_ends_with_the_last_poller(void)
     for (uint32_t i = 1; i < SLOTS; i++)
         toy_check_record(KV_STEP_ENDED, 1, first + i, 0);
     toy_no_record();
-    CHECK(next == first + SLOTS - 1 && !kv_turns_claim(second->turns, 2));
+    CHECK(next == first + SLOTS - 1);
+    for (uint32_t i = 1; i < SLOTS; i++)
+        CHECK(kv_turns_claim(second->turns, 2) == first + SLOTS + i);   /* the ticket before has no slot */
+    CHECK(!kv_turns_claim(second->turns, 2));
     toy_run(first, TOY_ENTRIES);
     watch(second);
     CHECK(other->released == TOY_ENTRIES && one->released == 0);   /* each poller releases its own */
@@ -258,7 +286,7 @@ static void test_a_shared_step_ends_with_the_last_poller(void)
     CHECK(!kv_turns_claim(second->turns, 2));   /* the other poller still reads the ring slot */
     watch_deadlines(second);
     toy_check_record(KV_STEP_ENDED, 1, first, TOY_ENTRIES);
-    CHECK(kv_turns_claim(second->turns, 2) == first + SLOTS);
+    CHECK(kv_turns_claim(second->turns, 2) == first + 2 * SLOTS);
     close_shared();
 }
 
@@ -328,7 +356,7 @@ static void test_threads_claim_different_tickets(void)
         CHECK(!pthread_create(&threads[i], NULL, claim, toy->streams[0]->turns));
     for (int i = 0; i < 3; i++)
         pthread_join(threads[i], NULL);
-    CHECK(atomic_load(&toy->streams[0]->turns->next_ticket) <= 3001);
+    CHECK(atomic_load(&toy->streams[0]->turns->next_ticket) <= 3000 * SLOTS + 1);
     toy_close();
 }
 
@@ -346,6 +374,7 @@ int main(void)
     test_a_shared_step_ends_with_the_last_poller();
     test_a_fault_of_a_shared_step_is_said_once();
     test_a_shared_step_is_abandoned_by_each();
+    test_a_step_that_is_not_over_costs_later_ones_one_slot();
     test_a_ticket_that_is_not_used_comes_next_again();
     test_threads_claim_different_tickets();
     return 0;

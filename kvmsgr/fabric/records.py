@@ -96,15 +96,16 @@ def link_failure(errno: int, call: int) -> LinkFailure:
     return LinkFailure(errno, False, f"{_LINK_CALLS[call]} failed: {error_text(errno)} (errno {errno})")
 
 
-def step_fault(ticket: int, extra: int, num_bumps: int) -> str:
+def step_fault(counter: int, ticket: int, extra: int, num_bumps: int) -> str:
     """Say in words what went wrong with a step that should have shown `num_bumps` signals."""
     seen, kind = extra >> 32, extra & 0xFFFFFFFF
+    step = f"step {ticket} of layer counter {counter}"
     if kind == FEWER:
-        return f"step {ticket} was over after {seen} of {num_bumps} layer signals: signal {seen + 1} never came"
+        return f"{step} was over after {seen} of {num_bumps} layer signals: signal {seen + 1} never came"
     if kind == DEADLINE:
-        return f"step {ticket} showed {seen} of {num_bumps} layer signals when its time ran out"
+        return f"{step} showed {seen} of {num_bumps} layer signals when its time ran out"
     return (
-        f"step {ticket} showed {seen} layer signals, {num_bumps} were announced: more layers ran than the cache has, "
+        f"{step} showed {seen} layer signals, {num_bumps} were announced: more layers ran than the cache has, "
         "or a bump for context was given where Step.signals_context is False"
     )
 

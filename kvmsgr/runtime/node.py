@@ -318,7 +318,7 @@ class Node:
                 return
             step.broke(counter, ticket)
             over = not step.running
-        detail = records.step_fault(ticket, extra, step.num_bumps_of(counter))
+        detail = records.step_fault(counter, ticket, extra, step.num_bumps_of(counter))
         if len(step.signals) > 1:
             detail = f"rank {step.part_of(counter)}: {detail}"
         say = log.info if step.unwanted else log.error

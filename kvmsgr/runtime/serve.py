@@ -87,6 +87,7 @@ class PrefillRequest:
         self.context_due = False  # the last chunk was announced, and `send_context` is to follow
         self.node = node
         self.open_steps: list[Step] = []  # that compute it and are not over
+        self.spoiled = False  # a step of it was given up halfway, which its end is about to follow
         self._num_ended = 0
         self._rows = 0
         self._machine = core.Serve(dispatch.request_id)
@@ -142,7 +143,8 @@ class PrefillRequest:
     @property
     def may_move(self) -> bool:
         """Whether something of it may still be armed: it is not over, and both its peer and its ranks live."""
-        return not self.ended and bool(self.peer.open_links) and self.node.lost_ranks.keys().isdisjoint(self.ranks)
+        over = self.ended or self.spoiled
+        return not over and bool(self.peer.open_links) and self.node.lost_ranks.keys().isdisjoint(self.ranks)
 
     @property
     def unwanted(self) -> bool:

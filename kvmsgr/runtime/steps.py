@@ -209,11 +209,15 @@ class Step:
                     mark.restore()
             for chunk in self._members:
                 chunk.request.last_armed = False  # what is stopped now must not look complete
+                chunk.request.spoiled |= self._started
             self.forget()
         if self._started:
+            for chunk in self._members:
+                node.stop_writes(chunk.request)  # now: a later step of it may run before the event loop does
             shown = zip(self.signals, self._num_bumps, strict=True)
             seen = ", ".join(f"{signal.num_bumps} of {num}" for signal, num in shown)
-            detail = f"step {self.ticket} was abandoned after {seen} layer signals"
+            which = f"step {self.ticket} of layer counter {self.counters.start}"
+            detail = f"{which} was abandoned after {seen} layer signals"
             node.loop.call_soon_threadsafe(self.fail, detail)
         node.loop.call_soon_threadsafe(self.over)
 

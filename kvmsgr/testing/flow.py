@@ -169,7 +169,9 @@ class Flow:
             pair.source.run_step(first, NUM_LAYERS - 1)
             pair.source.counter.start(second)
             fault = pair.source.wait(records.STEP_FAULT)
-            assert records.step_fault(first, fault[4], NUM_LAYERS).startswith(f"step {first} was over after 3 of 4")
+            assert records.step_fault(0, first, fault[4], NUM_LAYERS).startswith(
+                f"step {first} of layer counter 0 was over after 3 of 4"
+            )
             pair.source.wait(records.STOPPED, 0)
             pair.source.run_step(second, NUM_LAYERS + 1)
             assert pair.source.wait(records.STEP_FAULT)[2] == second

@@ -125,7 +125,8 @@ async def test_a_rank_that_stops_computing_fails_its_own_requests(fabric: str) -
         step = await halfway(stuck, other, stop=NUM_POSITIONS // 2)
         for layer in (1, 2):
             run_layer(step, layer, other, dead=[1])
-        with pytest.raises(StepFaultError, match="rank 1: step 1 showed 1 of 3 layer signals when its time ran out"):
+        told = "rank 1: step 1 of layer counter 1 showed 1 of 3 layer signals when its time ran out"
+        with pytest.raises(StepFaultError, match=told):
             await within(stuck.fetch)
         await within(stuck.fetch.released())
         last = prefiller.lead.begin_step([other.chunk(NUM_POSITIONS // 2)])

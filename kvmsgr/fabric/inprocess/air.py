@@ -2,7 +2,7 @@
 
 Writes between two endpoints keep their order unless `any_order` is set; which of several senders comes next is drawn
 from the seed. A write takes its bytes from the source when it completes locally, which may be long before it lands,
-and at the latest when it lands.
+and at the latest when it lands. It does neither before it has been carried, where the air has a rate.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ ROOM = 256
 
 class Owner(Protocol):
     """What the air knows of a poller."""
+
+    @property
+    def now_ns(self) -> int:
+        """Its time."""
 
     def completed(self, flight: Flight, error: int) -> None:
         """A write of it is locally complete, or has failed with an errno."""
@@ -79,6 +83,7 @@ class Flight:
     completed: bool = False
     fails: bool = False
     beats: bool = False
+    carried_ns: int = 0
 
     def take_bytes(self) -> bytes:
         if self.payload is None:
@@ -98,11 +103,13 @@ class Air:
     Args:
         seed: Of every choice that is made in this air.
         any_order: Writes may land in any order, as on an unordered transport.
+        bytes_per_s: What is carried towards one endpoint, in the order of posting; None: everything at once.
     """
 
-    def __init__(self, seed: int = 0, *, any_order: bool = False) -> None:
+    def __init__(self, seed: int = 0, *, any_order: bool = False, bytes_per_s: float | None = None) -> None:
         self.seed = seed
         self.any_order = any_order
+        self.bytes_per_s = bytes_per_s
         self.lock = threading.RLock()
         self.random = Random(seed)
         self.num_pollers = 0
@@ -166,6 +173,10 @@ class Air:
         if endpoint is None:
             flight.complete(errno.ENOTCONN)
             return
+        if self.bytes_per_s is not None:
+            free_ns = max((other.carried_ns for other in endpoint.inbox), default=0)
+            starts_ns = max(free_ns, flight.source.owner.now_ns)
+            flight.carried_ns = starts_ns + int(flight.num_bytes / self.bytes_per_s * 1e9)
         endpoint.inbox.append(flight)
         endpoint.owner.wake()
 
@@ -176,7 +187,7 @@ class Air:
             for endpoint in self._endpoints.values()
             if endpoint.completes
             for flight in endpoint.inbox
-            if flight.source.owner is owner and not flight.completed
+            if flight.source.owner is owner and not flight.completed and flight.carried_ns <= owner.now_ns
         ]
         for flight in ready:
             if self.random.random() < 0.5:
@@ -184,11 +195,25 @@ class Air:
                 flight.complete()
         return bool(ready)
 
+    def may_arrive(self, endpoint: Endpoint) -> list[Flight]:
+        """Writes that could land at this endpoint now."""
+        if endpoint.held:
+            return []
+        if self.bytes_per_s is None:
+            return endpoint.inbox
+        return [flight for flight in endpoint.inbox if flight.carried_ns <= endpoint.owner.now_ns]
+
+    def next_ns(self, endpoint: Endpoint) -> int | None:
+        """When the next write that is on its way to this endpoint has been carried."""
+        later = [flight.carried_ns for flight in endpoint.inbox if flight.carried_ns > endpoint.owner.now_ns]
+        return None if endpoint.held else min(later, default=None)
+
     def arrive(self, endpoint: Endpoint) -> int | None:
         """Land one write at this endpoint and return its immediate; None: there is none, or its key reaches nothing."""
-        if endpoint.held or not endpoint.inbox:
+        ready = self.may_arrive(endpoint)
+        if not ready:
             return None
-        flight = self.random.choice(endpoint.inbox)
+        flight = self.random.choice(ready)
         if not self.any_order:
             flight = next(other for other in endpoint.inbox if other.source is flight.source)
         endpoint.inbox.remove(flight)

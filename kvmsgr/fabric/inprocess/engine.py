@@ -74,6 +74,10 @@ class Engine:
         if self.on_work is not None:
             self.on_work()
 
+    @property
+    def now_ns(self) -> int:
+        return self._records.clock()
+
     def completed(self, flight: Flight, error: int) -> None:
         self._completed.append((flight, error))
         self.wake()
@@ -89,7 +93,8 @@ class Engine:
     def next_ns(self) -> int | None:
         """When something is to be done even if nothing happens."""
         deadlines = [step.deadline_ns for stream in self.streams for step in stream.steps]
-        return min(deadlines + self.lives.next_ns, default=None)
+        carried = [self._air.next_ns(port.endpoint) for port in self.lives.ports]
+        return min(deadlines + self.lives.next_ns + [at for at in carried if at is not None], default=None)
 
     # One round
 
@@ -130,7 +135,7 @@ class Engine:
         for port in self._random.sample(self.lives.ports, len(self.lives.ports)):
             for _ in range(self._random.randint(0, MAX_READ // 4)):
                 full = len(self._landed) + len(self._completed) >= self._cq_entries
-                if full or port.endpoint.held or not port.endpoint.inbox:
+                if full or not self._air.may_arrive(port.endpoint):
                     break
                 worked = True
                 immediate = self._air.arrive(port.endpoint)

@@ -322,8 +322,8 @@ class InProcessPoller:
                 for stream, step in zip(streams, steps, strict=True):
                     stream.arm(step)
 
-            for stream in streams:
-                stream.claim()
+            for stream, ticket in zip(streams, tickets, strict=True):
+                stream.claim(ticket)
             self._engine.command(arm)
             return tickets
 

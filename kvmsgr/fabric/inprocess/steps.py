@@ -47,7 +47,7 @@ class Step:
 class Stream:
     """One layer counter as the poller sees it.
 
-    A ring slot is lent to one ticket at a time: `_turns[slot]` is the only one that may take it now, and
+    A ring slot is lent to one ticket at a time: `_turns[slot]` has it, or 0. A ticket whose slot is lent is not given.
     `_complete[slot]` is the last one that had it and was complete, and its bumps.
     """
 
@@ -68,24 +68,24 @@ class Stream:
         self._arrive = arrive
         self._stop = stop
         self._next_ticket = 1
-        self._turns = [slot or counter.num_slots for slot in range(counter.num_slots)]
+        self._turns = [0] * counter.num_slots
         self._complete: list[tuple[int, int]] = [(0, 0)] * counter.num_slots
 
     def next_ticket(self) -> int:
         """The one that `claim` takes.
 
         Raises:
-            RingFullError: Its ring slot has not come back.
+            RingFullError: No ring slot has come back.
         """
-        ticket = self._next_ticket
-        if self._turns[ticket % len(self._turns)] != ticket:
-            raise RingFullError(
-                f"{len(self._turns)} steps of layer counter {self._index} are outstanding, one a ring slot"
-            )
-        return ticket
+        num_slots = len(self._turns)
+        for ticket in range(self._next_ticket, self._next_ticket + num_slots):
+            if not self._turns[ticket % num_slots]:
+                return ticket
+        raise RingFullError(f"{num_slots} steps of layer counter {self._index} are outstanding, one a ring slot")
 
-    def claim(self) -> None:
-        self._next_ticket += 1
+    def claim(self, ticket: int) -> None:
+        self._turns[ticket % len(self._turns)] = ticket
+        self._next_ticket = ticket + 1
 
     def arm(self, step: Step) -> None:
         for transfer in step.transfers:
@@ -175,8 +175,7 @@ class Stream:
         self._remove(step)
 
     def _give_back(self, ticket: int) -> None:
-        num_slots = len(self._turns)
-        self._turns[ticket % num_slots] = ticket + num_slots
+        self._turns[ticket % len(self._turns)] = 0
 
     def _remove(self, step: Step) -> None:
         """What still waits for bumps is stopped."""
