@@ -118,6 +118,7 @@ class DecodeNode:
             await self._generate(generation, self._new_tokens)
         finally:
             self._running.pop(generation, None)
+            fetch.cancel()  # if this task was
             release = asyncio.create_task(self._release(fetch, job))
             self._releases.add(release)
             release.add_done_callback(self._releases.discard)

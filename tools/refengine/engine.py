@@ -270,6 +270,9 @@ def page_table(held: Sequence[Holding], key_start: int, num_tokens: int) -> Tens
     return table
 
 
-def local_engine(checkpoint: Checkpoint, spec: CacheSpec, num_pages: Sequence[int], seed: int) -> Engine:
+def local_engine(
+    checkpoint: Checkpoint, spec: CacheSpec, num_pages: Sequence[int], seed: int, *, prefix_cache: bool = False
+) -> Engine:
     """An engine whose only rank runs in this process."""
-    return Engine(checkpoint, spec, num_pages, OnlyRank(checkpoint, spec, num_pages), seed)
+    ranks = OnlyRank(checkpoint, spec, num_pages)
+    return Engine(checkpoint, spec, num_pages, ranks, seed, prefix_cache=prefix_cache)
