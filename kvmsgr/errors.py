@@ -10,6 +10,7 @@ KvmsgrError
 │       └── LayoutMismatchError
 ├── ProtocolError (abstract)    a control message broke the rules
 │   ├── LocalProtocolError      a call came in a state that does not allow it
+│   │   └── ContextReleasedError the context of a request was read or written after its slot was given back
 │   └── RemoteProtocolError     the peer did it
 ├── TransferError               one request failed; carries the reason code both sides share
 │   ├── AdmissionError
@@ -102,6 +103,19 @@ class ProtocolError(KvmsgrError):
 
 class LocalProtocolError(ProtocolError):
     """A call came in a state that does not allow it."""
+
+
+class ContextReleasedError(LocalProtocolError):
+    """The context of a request was asked for after its slot was given back: another request's may stand there.
+
+    Args:
+        request_id: The request.
+        why: When it was given back, and what to do.
+    """
+
+    def __init__(self, request_id: str, why: str) -> None:
+        super().__init__(f"request {request_id!r} has no context any more: {why}")
+        self.request_id, self.why = request_id, why
 
 
 class RemoteProtocolError(ProtocolError):

@@ -184,6 +184,7 @@ class Messenger:
         spans: Sequence[Span],
         *,
         ranks: Sequence[int] | None = None,
+        context: bool = True,
         payload: bytes = b"",
         trace: Mapping[str, str] | None = None,
         time_allowed_s: float | None = None,
@@ -197,6 +198,7 @@ class Messenger:
             tokens: The prompt. Its last token is not prefilled: the caller runs it as its first decode step.
             spans: Destination pages, the same on each of the ranks, which must stay allocated until `released()`.
             ranks: The ranks of this messenger to fill; None: all.
+            context: Whether the context buffers are wanted, where there are any. If not, no slot of them is taken.
             payload: For the prefiller's engine, opaque, at most 1 MiB.
             trace: Trace context, handed to the prefiller's engine as it is.
             time_allowed_s: Until the request fails; None: as configured.
@@ -221,7 +223,7 @@ class Messenger:
             raise ConfigError(f"request {request_id!r} has no tokens; a prompt has at least one")
         ids = [operator.index(token) for token in tokens]
         return self._node.outbox.fetch(
-            request_id, sources, ids, spans, ranks, payload, dict(trace or {}), time_allowed_s
+            request_id, sources, ids, spans, ranks, context, payload, dict(trace or {}), time_allowed_s
         )
 
     # The prefiller's side

@@ -17,6 +17,7 @@ static struct kv_template *hold_template(struct kv_poller *p, const struct kv_or
     return t;
 }
 
+/* `num_bumps`: of its step; one that joins a step waits for as many as that turns out to have. */
 static struct kv_transfer *make_transfer(struct kv_poller *p, const struct kv_order *o, size_t index,
                                          uint32_t num_bumps, struct kv_error *e)
 {
@@ -39,12 +40,13 @@ static struct kv_transfer *make_transfer(struct kv_poller *p, const struct kv_or
     return x;
 }
 
-/* A step as it is made, on all of its pollers. */
+/* A step as it is made, on all of its pollers; or what joins one. */
 struct making {
     struct kv_poller *const *pollers;
     const struct kv_part *parts;
     uint32_t num_pollers, num_parts;
     uint64_t deadline_ns;
+    bool joins;
     struct kv_step *steps[];   /* of a poller num_parts; NULL: it has nothing to do with that part */
 };
 
@@ -93,7 +95,10 @@ static bool add_order(struct making *m, const struct kv_order *o, size_t index, 
     if (!s)
         return kv_error_set(e, KV_INVALID, "transfer %zu: layer counter %u is not watched for link %u", index,
                             m->parts[o->part].stream, o->link);
-    struct kv_transfer *x = make_transfer(m->pollers[poller], o, index, m->parts[o->part].num_bumps, e);
+    if (m->joins && o->ready)
+        return kv_error_set(e, KV_INVALID, "transfer %zu: it joins a step, and cannot be ready before it", index);
+    uint32_t num_bumps = m->joins ? KV_MAX_BUMPS : m->parts[o->part].num_bumps;
+    struct kv_transfer *x = make_transfer(m->pollers[poller], o, index, num_bumps, e);
     if (x)
         kv_list_append(&s->transfers, &x->in_step);
     return x;
@@ -159,21 +164,33 @@ static bool reserve_and_claim(struct making *m, uint64_t *tickets, struct kv_err
     uint32_t num = 0;
     while (num < m->num_pollers && kv_commands_reserve(&m->pollers[num]->commands))
         num++;
-    bool ok = num == m->num_pollers ? claim(m, tickets, e)
+    bool ok = num == m->num_pollers ? m->joins || claim(m, tickets, e)
                                     : kv_error_set(e, KV_FULL, "%u commands wait for the poller", KV_COMMANDS);
     while (!ok && num--)
         kv_commands_unreserve(&m->pollers[num]->commands);
     return ok;
 }
 
-static bool begin_step(struct making *m, const struct kv_order *orders, size_t num_orders, uint64_t *tickets,
-                       struct kv_error *e)
+/* Where nothing joins, nobody needs to know of it. */
+static void drop_empty_steps(struct making *m)
+{
+    for (uint32_t i = 0; i < m->num_pollers * m->num_parts; i++)
+        if (m->steps[i] && kv_list_empty(&m->steps[i]->transfers)) {
+            kv_step_free(m->steps[i]);
+            m->steps[i] = NULL;
+        }
+}
+
+static bool make_and_push(struct making *m, const struct kv_order *orders, size_t num_orders, uint64_t *tickets,
+                          struct kv_error *e)
 {
     bool ok = true;
     for (uint32_t i = 0; i < m->num_pollers && ok; i++)
         ok = make_steps(m, i, e);
     for (size_t i = 0; i < num_orders && ok; i++)
         ok = add_order(m, &orders[i], i, e);
+    if (m->joins && ok)
+        drop_empty_steps(m);
     ok = ok && reserve_and_claim(m, tickets, e);
     for (uint32_t i = 0; i < m->num_pollers * m->num_parts && !ok; i++)
         if (m->steps[i])
@@ -181,10 +198,31 @@ static bool begin_step(struct making *m, const struct kv_order *orders, size_t n
     for (uint32_t i = 0; i < m->num_pollers && ok; i++) {
         struct kv_step *first = chain(m, i, tickets);
         if (first)   /* once it is pushed it is the poller's, and may be gone already */
-            kv_commands_push(&m->pollers[i]->commands, (struct kv_command){.kind = KV_ARM_STEP, .object = first});
+            kv_commands_push(&m->pollers[i]->commands,
+                             (struct kv_command){.kind = m->joins ? KV_JOIN_STEP : KV_ARM_STEP, .object = first});
         else
             kv_commands_unreserve(&m->pollers[i]->commands);
     }
+    return ok;
+}
+
+static bool make(const struct making *wanted, const struct kv_order *orders, size_t num_orders, uint64_t *tickets,
+                 struct kv_error *e)
+{
+    if (!wanted->num_parts || wanted->num_parts > KV_MAX_STREAMS)
+        return kv_error_set(e, KV_INVALID, "a step on %u layer counters; want 1 to %d", wanted->num_parts,
+                            KV_MAX_STREAMS);
+    struct making *m = calloc(1, sizeof *m + wanted->num_pollers * wanted->num_parts * sizeof *m->steps);
+    if (!m)
+        return kv_error_memory(e);
+    *m = *wanted;
+    uint32_t num_entered = 0;   /* none of them closes before all have it */
+    while (num_entered < m->num_pollers && kv_front_enter(m->pollers[num_entered], e))
+        num_entered++;
+    bool ok = num_entered == m->num_pollers && make_and_push(m, orders, num_orders, tickets, e);
+    while (num_entered--)
+        kv_front_leave(m->pollers[num_entered]);
+    free(m);
     return ok;
 }
 
@@ -192,21 +230,21 @@ bool kv_begin_step(struct kv_poller *const *pollers, uint32_t num_pollers, const
                    uint32_t num_parts, const struct kv_order *orders, size_t num_orders, uint64_t deadline_ns,
                    uint64_t *tickets, struct kv_error *e)
 {
-    if (!num_parts || num_parts > KV_MAX_STREAMS)
-        return kv_error_set(e, KV_INVALID, "a step on %u layer counters; want 1 to %d", num_parts, KV_MAX_STREAMS);
-    struct making *m = calloc(1, sizeof *m + num_pollers * num_parts * sizeof *m->steps);
-    if (!m)
-        return kv_error_memory(e);
-    *m = (struct making){.pollers = pollers, .parts = parts, .num_pollers = num_pollers, .num_parts = num_parts,
-                         .deadline_ns = kv_now_ns() + deadline_ns};
-    uint32_t num_entered = 0;   /* none of them closes before all have it */
-    while (num_entered < num_pollers && kv_front_enter(pollers[num_entered], e))
-        num_entered++;
-    bool ok = num_entered == num_pollers && begin_step(m, orders, num_orders, tickets, e);
-    while (num_entered--)
-        kv_front_leave(pollers[num_entered]);
-    free(m);
-    return ok;
+    return make(&(struct making){.pollers = pollers, .parts = parts, .num_pollers = num_pollers,
+                                 .num_parts = num_parts, .deadline_ns = kv_now_ns() + deadline_ns},
+                orders, num_orders, tickets, e);
+}
+
+bool kv_join_step(struct kv_poller *const *pollers, uint32_t num_pollers, const struct kv_part *parts,
+                  uint32_t num_parts, uint64_t *tickets, const struct kv_order *orders, size_t num_orders,
+                  struct kv_error *e)
+{
+    for (uint32_t part = 0; part < num_parts; part++)
+        if (!tickets[part])
+            return kv_error_set(e, KV_INVALID, "part %u: ticket 0 is no step's", part);
+    return make(&(struct making){.pollers = pollers, .parts = parts, .num_pollers = num_pollers,
+                                 .num_parts = num_parts, .joins = true},
+                orders, num_orders, tickets, e);
 }
 
 bool kv_abandon(struct kv_poller *p, uint32_t index, uint64_t ticket, struct kv_error *e)

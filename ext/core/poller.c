@@ -76,11 +76,11 @@ static void close_port(struct kv_poller *p, uint32_t number)
     }
 }
 
-static void arm(struct kv_poller *p, struct kv_step *s)
+static void each_part(struct kv_poller *p, struct kv_step *s, void (*do_part)(struct kv_poller *, struct kv_step *))
 {
     while (s) {
         struct kv_step *next = s->next_part;   /* s may be over at once */
-        kv_step_arm(p, s);
+        do_part(p, s);
         s = next;
     }
 }
@@ -120,7 +120,10 @@ static void obey(struct kv_poller *p, const struct kv_command *c)
         close_port(p, (uint32_t)c->value);
         break;
     case KV_ARM_STEP:
-        arm(p, c->object);
+        each_part(p, c->object, kv_step_arm);
+        break;
+    case KV_JOIN_STEP:
+        each_part(p, c->object, kv_step_join);
         break;
     case KV_ABANDON_STEP:
         kv_step_abandon(p, c->object, c->value);

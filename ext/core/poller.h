@@ -156,6 +156,11 @@ struct kv_part { uint32_t stream, num_bumps; uint64_t pollers; };
 bool kv_begin_step(struct kv_poller *const *pollers, uint32_t num_pollers, const struct kv_part *parts,
                    uint32_t num_parts, const struct kv_order *orders, size_t num_orders, uint64_t deadline_ns,
                    uint64_t *tickets, struct kv_error *e);
+/* Adds transfers to steps that were begun before: a ticket for each part, whose num_bumps are not looked at. All go to
+   their pollers, or none. */
+bool kv_join_step(struct kv_poller *const *pollers, uint32_t num_pollers, const struct kv_part *parts,
+                  uint32_t num_parts, uint64_t *tickets, const struct kv_order *orders, size_t num_orders,
+                  struct kv_error *e);
 bool kv_abandon(struct kv_poller *p, uint32_t stream, uint64_t ticket, struct kv_error *e);
 bool kv_stop_tag(struct kv_poller *p, uint32_t link, uint32_t tag, struct kv_error *e);
 unsigned kv_take(struct kv_poller *p, struct kv_record *out, unsigned max);

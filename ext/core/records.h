@@ -19,6 +19,8 @@ enum kv_record_kind {
     KV_PORT_OPENED,   /* id port: every link has it now */
     KV_PORT_FAILED,   /* id port, value errno, extra enum kv_link_failure: it does not close; id 0: does not open */
     KV_PORT_CLOSED,   /* id port: nothing can land through it, nothing was lost that had landed */
+    KV_JOIN_LOST,     /* id tag, value ticket, extra counter: its transfers cannot join that step; once, before they are
+                         reported as stopped. Of several pollers each that has some says so */
 };
 enum kv_step_fault { KV_FEWER = 1, KV_MORE, KV_DEADLINE };
 enum kv_link_failure {

@@ -7,8 +7,9 @@
 /* ---- callers' side ---- */
 struct kv_stream *kv_stream_new(struct kv_layer_counter *c, uint32_t index, struct kv_turns *turns)
 {
-    struct kv_stream *s = calloc(1, sizeof *s);
-    if (!s || !(s->turns = turns ? kv_turns_hold(turns) : kv_turns_new(c->num_slots))) {
+    uint32_t num_slots = turns ? turns->num_slots : c->num_slots;
+    struct kv_stream *s = calloc(1, sizeof *s + num_slots * sizeof *s->complete);
+    if (!s || !(s->turns = turns ? kv_turns_hold(turns) : kv_turns_new(num_slots))) {
         free(s);
         return NULL;
     }
@@ -58,6 +59,17 @@ static void fault(struct kv_poller *p, struct kv_step *s, enum kv_step_fault kin
     kv_report(p, KV_STEP_FAULT, s->stream->index, s->ticket, (uint64_t)kv_word_bumps(s->word) << 32 | kind);
 }
 
+static void show(struct kv_poller *p, struct kv_transfer *x, uint32_t bumps)
+{
+    kv_leg_signalled(p->state, x->tag, bumps);
+    kv_transfer_release(p, x, bumps);
+}
+
+static uint64_t *complete_word(const struct kv_step *s)
+{
+    return &s->stream->complete[s->ticket % s->stream->turns->num_slots];
+}
+
 /* Reads the step's word and releases what it allows. True when it had moved. */
 static bool look(struct kv_poller *p, struct kv_step *s)
 {
@@ -66,11 +78,8 @@ static bool look(struct kv_poller *p, struct kv_step *s)
         return false;
     s->word = word;
     uint32_t bumps = kv_word_bumps(word);
-    KV_EACH(node, &s->transfers) {
-        struct kv_transfer *x = KV_OF(node, struct kv_transfer, in_step);
-        kv_leg_signalled(p->state, x->tag, bumps);
-        kv_transfer_release(p, x, bumps);
-    }
+    KV_EACH(node, &s->transfers)
+        show(p, KV_OF(node, struct kv_transfer, in_step), bumps);
     if (bumps >= s->num_bumps)
         uncount(p, s);
     if (bumps > s->num_bumps && kv_turns_fault(s->stream->turns, s->ticket))
@@ -94,6 +103,8 @@ static void finish(struct kv_poller *p, struct kv_step *s, enum kv_step_fault wh
     uint32_t bumps = kv_word_bumps(s->word);
     bool is_short = bumps < s->num_bumps && kv_turns_fault(s->stream->turns, s->ticket);
     bool ended = kv_turns_give_back(s->stream->turns, s->ticket);   /* before any record says so */
+    if (s->word && bumps == s->num_bumps)
+        *complete_word(s) = s->word;
     if (is_short)
         fault(p, s, when_short);
     else if (ended)
@@ -130,14 +141,57 @@ void kv_step_arm(struct kv_poller *p, struct kv_step *s)
         finish(p, s, KV_FEWER);
 }
 
-void kv_step_abandon(struct kv_poller *p, struct kv_stream *stream, uint64_t ticket)
+static struct kv_step *find_step(struct kv_stream *stream, uint64_t ticket)   /* NULL: it is not outstanding */
 {
     KV_EACH(node, &stream->steps) {
         struct kv_step *s = KV_OF(node, struct kv_step, in_stream);
-        if (s->ticket == ticket) {
-            kv_turns_give_back(s->stream->turns, ticket);
-            remove_step(p, s);
+        if (s->ticket == ticket)
+            return s;
+    }
+    return NULL;
+}
+
+/* Says it of each tag, then stops its transfers. */
+static void lose_all(struct kv_poller *p, struct kv_step *joining)
+{
+    while (!kv_list_empty(&joining->transfers)) {
+        uint32_t tag = KV_OF(joining->transfers.next, struct kv_transfer, in_step)->tag;
+        kv_report(p, KV_JOIN_LOST, tag, joining->ticket, joining->stream->index);
+        KV_EACH(node, &joining->transfers) {
+            struct kv_transfer *x = KV_OF(node, struct kv_transfer, in_step);
+            if (x->tag == tag)
+                kv_transfer_stop(p, x);
         }
+    }
+}
+
+void kv_step_join(struct kv_poller *p, struct kv_step *joining)
+{
+    struct kv_step *armed = find_step(joining->stream, joining->ticket);
+    uint64_t word = armed ? armed->word : *complete_word(joining);
+    uint32_t bumps = kv_word_bumps(word), num_bumps = armed ? armed->num_bumps : bumps;
+    bool sound = armed ? bumps <= num_bumps : kv_word_ticket(word) == joining->ticket;
+    KV_EACH(node, &joining->transfers) {
+        struct kv_transfer *x = KV_OF(node, struct kv_transfer, in_step);
+        uint64_t last = x->template->entries[x->template->num_entries - 1].signal;
+        if (!sound || last > num_bumps || !kv_transfer_arrive(p, x))
+            continue;
+        kv_list_remove(&x->in_step);
+        if (armed)
+            kv_list_append(&armed->transfers, &x->in_step);
+        if (word)
+            show(p, x, bumps);   /* what came since is seen at the next look, which then ends the older steps */
+    }
+    lose_all(p, joining);
+    kv_step_free(joining);
+}
+
+void kv_step_abandon(struct kv_poller *p, struct kv_stream *stream, uint64_t ticket)
+{
+    struct kv_step *s = find_step(stream, ticket);
+    if (s) {
+        kv_turns_give_back(stream->turns, ticket);
+        remove_step(p, s);
     }
 }
 

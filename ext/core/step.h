@@ -16,6 +16,7 @@ struct kv_stream {
     struct kv_turns *turns;   /* its slots are the ring's as they were: others may write to the counter's memory */
     uint32_t index;
     struct kv_node steps;     /* outstanding, by ticket */
+    uint64_t complete[];      /* a ring slot each: the last word of the last step that had it and was complete */
 };
 
 /* One forward pass on one layer counter, in one poller. One that runs on several counters is a chain of these, armed by
@@ -40,6 +41,9 @@ void kv_step_free(struct kv_step *s);   /* and the transfers still in it */
 
 /* The rest is the poller's thread's. */
 void kv_step_arm(struct kv_poller *p, struct kv_step *s);
+/* Its transfers go with the armed step of the same ticket, as far as that has come: all at once when it is over and was
+   complete. Where it is neither they are lost. It is freed itself. */
+void kv_step_join(struct kv_poller *p, struct kv_step *joining);
 void kv_step_abandon(struct kv_poller *p, struct kv_stream *s, uint64_t ticket);
 /* Reads the words of all outstanding steps; returns how many had moved. */
 unsigned kv_watch(struct kv_poller *p);

@@ -5,6 +5,7 @@
 #include "check.h"
 #include "poller.h"
 #include <poll.h>
+#include <sched.h>
 #include <string.h>
 
 #define PAGE 4096u
@@ -115,8 +116,10 @@ static void add_templates(struct node *n)
     }
 }
 
-/* All pages, each to its mirror: half of them by each link. */
-static bool begin(struct node *n, uint32_t num_bumps, bool ready, uint64_t tickets[NICS], struct kv_error *e)
+/* All pages, each to its mirror: half of them by each link. They join the steps of these tickets, or are armed with new
+   ones. */
+static bool order(struct node *n, uint32_t num_bumps, bool ready, bool joins, uint64_t tickets[NICS],
+                  struct kv_error *e)
 {
     int32_t pages[2 * PAGES];
     struct kv_order orders[NICS];
@@ -129,7 +132,18 @@ static bool begin(struct node *n, uint32_t num_bumps, bool ready, uint64_t ticke
                                       .tag = i, .ready = ready,
                                       .chunk = {.pages = pages + i * PAGES, .num_pages = PAGES / NICS}};
     }
-    return kv_begin_step(&n->poller, 1, parts, NICS, orders, NICS, 20 * KV_S, tickets, e);
+    return joins ? kv_join_step(&n->poller, 1, parts, NICS, tickets, orders, NICS, e)
+                 : kv_begin_step(&n->poller, 1, parts, NICS, orders, NICS, 20 * KV_S, tickets, e);
+}
+
+static bool begin(struct node *n, uint32_t num_bumps, bool ready, uint64_t tickets[NICS], struct kv_error *e)
+{
+    return order(n, num_bumps, ready, false, tickets, e);
+}
+
+static bool join(struct node *n, uint64_t tickets[NICS], struct kv_error *e)
+{
+    return order(n, 0, false, true, tickets, e);
 }
 
 static void expect(struct node *n, uint64_t rows)
@@ -182,6 +196,57 @@ static void test_a_step_is_armed_as_a_whole(struct node *source)
     CHECK(!kv_begin_step(&source->poller, 1, twice, 2, NULL, 0, KV_S, both, &error) && strstr(error.text, "two parts"));
 }
 
+static void test_a_join_is_armed_as_a_whole(struct node *source)
+{
+    uint64_t tickets[NICS] = {1, 1}, none[NICS] = {1, 0};
+    uint32_t num = 0;
+    while (kv_commands_reserve(&source->poller->commands))
+        num++;
+    CHECK(num > KV_COMMANDS / 2);
+    CHECK(!join(source, tickets, &error) && error.kind == KV_FULL && strstr(error.text, "commands wait"));
+    while (num--)
+        kv_commands_unreserve(&source->poller->commands);
+    CHECK(!join(source, none, &error) && error.kind == KV_INVALID && strstr(error.text, "part 1: ticket 0"));
+    CHECK(!order(source, 0, true, true, tickets, &error) && strstr(error.text, "cannot be ready"));
+}
+
+/* ---- joins from one thread, while another one is the engine ---- */
+struct joiner { struct node *node; uint64_t tickets[NICS]; _Atomic uint32_t num_begun; };
+
+static void *join_each(void *arg)
+{
+    struct joiner *j = arg;
+    for (uint32_t i = 1; i <= STEPS; i++) {
+        while (atomic_load_explicit(&j->num_begun, memory_order_acquire) < i)
+            sched_yield();
+        struct kv_error e;
+        CHECK(join(j->node, j->tickets, &e));
+    }
+    return NULL;
+}
+
+static void test_transfers_join_from_another_thread(struct node *source, struct node *target)
+{
+    struct joiner j = {.node = source};
+    pthread_t thread;
+    expect(target, STEPS * BYTES / ROW);
+    CHECK(!pthread_create(&thread, NULL, join_each, &j));
+    for (uint32_t i = 0; i < STEPS; i++) {
+        struct kv_part parts[NICS] = {{0, 1, 1}, {1, 1, 1}};
+        while (!kv_begin_step(&source->poller, 1, parts, NICS, NULL, 0, 20 * KV_S, j.tickets, &error))
+            CHECK(error.kind == KV_FULL);
+        atomic_store_explicit(&j.num_begun, i + 1, memory_order_release);
+        for (uint32_t k = 0; k < NICS; k++) {
+            kv_counter_start(source->counters[k], source->counters[k]->num_slots, j.tickets[k]);
+            kv_counter_bump(source->counters[k], source->counters[k]->num_slots);
+        }
+        for (uint32_t k = 0; k < NICS; k++)
+            CHECK(wait_record(source, KV_SENT).extra == PAGES / NICS);
+    }
+    pthread_join(thread, NULL);
+    CHECK(wait_record(target, KV_REACHED).value == STEPS * BYTES / ROW);
+}
+
 struct caller { struct node *node; uint32_t armed; };
 
 static void *call_until_closed(void *arg)
@@ -191,7 +256,10 @@ static void *call_until_closed(void *arg)
     uint64_t tickets[NICS];
     while (e.kind != KV_CLOSED && e.kind != KV_INVALID) {   /* the poller is closed, or a link and its templates */
         e.kind = KV_OK;
-        c->armed += begin(c->node, 0, true, tickets, &e);
+        bool armed = begin(c->node, 0, true, tickets, &e);
+        c->armed += armed;
+        if (armed)
+            join(c->node, tickets, &e);   /* lost, for that step never ran */
     }
     return NULL;
 }
@@ -229,6 +297,8 @@ int main(int argc, char **argv)
     add_templates(&source);
     test_steps_move_bytes(&source, &target);
     test_a_step_is_armed_as_a_whole(&source);
+    test_a_join_is_armed_as_a_whole(&source);
+    test_transfers_join_from_another_thread(&source, &target);
     test_closing_under_calls_ends_everything(&source, &target);
     close_node(&source);
     close_node(&target);

@@ -5,33 +5,18 @@
 
 #define SLOTS 4u
 
-static struct kv_layer_counter *counter(void) { return toy->streams[0]->counter; }
-
-static void run(uint64_t ticket, uint32_t num_bumps)
-{
-    kv_counter_start(counter(), counter()->num_slots, ticket);
-    for (uint32_t i = 0; i < num_bumps; i++)
-        kv_counter_bump(counter(), counter()->num_slots);
-}
-
-static void check_record(uint64_t kind, uint64_t id, uint64_t value, uint64_t extra)
-{
-    struct kv_record r = toy_record();
-    CHECK(r.kind == kind && r.id == id && r.value == value && r.extra == extra);
-}
-
 static void test_words_release_what_they_reach(void)
 {
     toy_open(SLOTS, 16, 16);
     struct kv_transfer *x = toy_transfer(0, 1, 2, false);
     uint64_t ticket = toy_step(TOY_ENTRIES, x, NULL);
     CHECK(kv_watch(toy) == 0 && x->released == 0);
-    kv_counter_start(counter(), counter()->num_slots, ticket);
+    kv_counter_start(toy_counter(), toy_counter()->num_slots, ticket);
     CHECK(kv_watch(toy) == 1 && x->released == 0);
-    run(ticket, 3);   /* values may be skipped */
+    toy_run(ticket, 3);   /* values may be skipped */
     CHECK(kv_watch(toy) == 1 && x->released == 3 && x->bumps_seen == 3);
     CHECK(kv_watch(toy) == 0 && toy->num_armed == 1);
-    kv_counter_bump(counter(), counter()->num_slots);
+    kv_counter_bump(toy_counter(), toy_counter()->num_slots);
     CHECK(kv_watch(toy) == 1 && x->released == 4 && toy->num_armed == 0);
     toy_close();
 }
@@ -40,17 +25,17 @@ static void test_other_tickets_release_nothing(void)
 {
     toy_open(SLOTS, 16, 16);
     uint64_t stale = toy_step(0, NULL, NULL);
-    check_record(KV_STEP_ENDED, 0, stale, 0);
-    run(stale, 9);
+    toy_check_record(KV_STEP_ENDED, 0, stale, 0);
+    toy_run(stale, 9);
     for (uint32_t i = 1; i < SLOTS; i++)
-        check_record(KV_STEP_ENDED, 0, toy_step(0, NULL, NULL), 0);
+        toy_check_record(KV_STEP_ENDED, 0, toy_step(0, NULL, NULL), 0);
     struct kv_transfer *x = toy_transfer(0, 1, 1, false);
     uint64_t ticket = toy_step(TOY_ENTRIES, x, NULL);
     CHECK(ticket % SLOTS == stale % SLOTS);
     CHECK(kv_watch(toy) == 0 && x->released == 0);
-    run(0, 9);   /* a forward nobody announced */
+    toy_run(0, 9);   /* a forward nobody announced */
     CHECK(kv_watch(toy) == 0 && x->released == 0);
-    run(ticket, 1);
+    toy_run(ticket, 1);
     CHECK(kv_watch(toy) == 1 && x->released == 1);
     toy_close();
 }
@@ -60,15 +45,15 @@ static void test_a_step_is_over_when_a_later_one_starts(void)
     toy_open(SLOTS, 16, 16);
     uint64_t right = toy_step(2, NULL, NULL), fewer = toy_step(2, toy_transfer(0, 7, 1, false), NULL);
     uint64_t last = toy_step(2, NULL, NULL);
-    run(right, 2);
+    toy_run(right, 2);
     CHECK(kv_watch(toy) == 1);
     toy_no_record();
-    run(fewer, 1);
-    run(last, 0);
+    toy_run(fewer, 1);
+    toy_run(last, 0);
     CHECK(kv_watch(toy) == 2);
-    check_record(KV_STEP_ENDED, 0, right, 2);
-    check_record(KV_STEP_FAULT, 0, fewer, 1ull << 32 | KV_FEWER);
-    check_record(KV_STOPPED, 7, 0, 0);
+    toy_check_record(KV_STEP_ENDED, 0, right, 2);
+    toy_check_record(KV_STEP_FAULT, 0, fewer, 1ull << 32 | KV_FEWER);
+    toy_check_record(KV_STOPPED, 7, 0, 0);
     toy_no_record();
     toy_close();
 }
@@ -78,10 +63,10 @@ static void test_the_last_bumps_are_read_once_more(void)
     toy_open(SLOTS, 16, 16);
     struct kv_transfer *x = toy_transfer(0, 7, 1, false);
     uint64_t first = toy_step(TOY_ENTRIES, x, NULL), second = toy_step(1, NULL, NULL);
-    run(first, TOY_ENTRIES);   /* neither word has been seen when the second step starts */
-    run(second, 0);
+    toy_run(first, TOY_ENTRIES);   /* neither word has been seen when the second step starts */
+    toy_run(second, 0);
     kv_watch(toy);
-    check_record(KV_STEP_ENDED, 0, first, TOY_ENTRIES);
+    toy_check_record(KV_STEP_ENDED, 0, first, TOY_ENTRIES);
     CHECK(x->released == TOY_ENTRIES && !x->stopped);
     toy_close();
 }
@@ -90,12 +75,12 @@ static void test_more_is_told_once(void)
 {
     toy_open(SLOTS, 16, 16);
     uint64_t ticket = toy_step(1, NULL, NULL);
-    run(ticket, 2);
+    toy_run(ticket, 2);
     kv_watch(toy);
-    check_record(KV_STEP_FAULT, 0, ticket, 2ull << 32 | KV_MORE);
-    kv_counter_bump(counter(), counter()->num_slots);
+    toy_check_record(KV_STEP_FAULT, 0, ticket, 2ull << 32 | KV_MORE);
+    kv_counter_bump(toy_counter(), toy_counter()->num_slots);
     kv_watch(toy);
-    run(toy_step(1, NULL, NULL), 0);
+    toy_run(toy_step(1, NULL, NULL), 0);
     kv_watch(toy);
     toy_no_record();
     toy_close();
@@ -105,14 +90,14 @@ static void test_deadlines(void)
 {
     toy_open(SLOTS, 16, 16);
     uint64_t complete = toy_step(1, NULL, NULL), late = toy_step(1, NULL, NULL);
-    run(complete, 1);
+    toy_run(complete, 1);
     toy->now_ns = 999;
     kv_watch_deadlines(toy);
     toy_no_record();
     toy->now_ns = 1000;
     kv_watch_deadlines(toy);   /* and it looks once more: the watch never ran */
-    check_record(KV_STEP_ENDED, 0, complete, 1);
-    check_record(KV_STEP_FAULT, 0, late, KV_DEADLINE);
+    toy_check_record(KV_STEP_ENDED, 0, complete, 1);
+    toy_check_record(KV_STEP_FAULT, 0, late, KV_DEADLINE);
     toy_close();
 }
 
@@ -124,16 +109,16 @@ static void test_abandoned_steps_give_their_slots_back(void)
         tickets[i] = toy_step(1, i ? NULL : toy_transfer(0, 3, 1, false), NULL);
     CHECK(kv_turns_claim(toy->streams[0]->turns, 1) == 0);
     kv_step_abandon(toy, toy->streams[0], tickets[0]);
-    check_record(KV_STOPPED, 3, 0, 0);
+    toy_check_record(KV_STOPPED, 3, 0, 0);
     kv_step_abandon(toy, toy->streams[0], tickets[0]);
     toy_no_record();
     uint64_t next = toy_step(1, NULL, NULL);
     CHECK(next == tickets[0] + SLOTS);
     CHECK(kv_turns_claim(toy->streams[0]->turns, 1) == 0);
-    run(next, 1);   /* the others left nothing in the ring */
+    toy_run(next, 1);   /* the others left nothing in the ring */
     kv_watch(toy);
     for (uint32_t i = 1; i < SLOTS; i++)
-        check_record(KV_STEP_FAULT, 0, tickets[i], KV_FEWER);
+        toy_check_record(KV_STEP_FAULT, 0, tickets[i], KV_FEWER);
     toy_no_record();
     toy_close();
 }
@@ -141,10 +126,10 @@ static void test_abandoned_steps_give_their_slots_back(void)
 static void test_bumps_never_reach_the_ticket(void)
 {
     toy_open(SLOTS, 16, 16);
-    kv_counter_start(counter(), counter()->num_slots, 5);
-    atomic_store(&counter()->current, 5ull << KV_BUMP_BITS | KV_MAX_BUMPS);
-    kv_counter_bump(counter(), counter()->num_slots);
-    CHECK(kv_word_ticket(kv_counter_current(counter())) == 5);
+    kv_counter_start(toy_counter(), toy_counter()->num_slots, 5);
+    atomic_store(&toy_counter()->current, 5ull << KV_BUMP_BITS | KV_MAX_BUMPS);
+    kv_counter_bump(toy_counter(), toy_counter()->num_slots);
+    CHECK(kv_word_ticket(kv_counter_current(toy_counter())) == 5);
     toy_close();
 }
 
@@ -158,8 +143,8 @@ static void *engine(void *arg)
     for (uint64_t ticket = 1; ticket <= STEPS; ticket++) {
         while (atomic_load_explicit(&announced, memory_order_acquire) < ticket)
             sched_yield();
-        run(0, 2);
-        run(ticket, 3);
+        toy_run(0, 2);
+        toy_run(ticket, 3);
     }
     return NULL;
 }
@@ -209,7 +194,7 @@ static struct kv_stream *second;
 static void open_shared(void)
 {
     toy_open(SLOTS, 16, 16);
-    second = kv_stream_new(counter(), 1, toy->streams[0]->turns);   /* the poller's own list does not have it */
+    second = kv_stream_new(toy_counter(), 1, toy->streams[0]->turns);   /* the poller's own list does not have it */
     CHECK(second);
 }
 
@@ -259,10 +244,10 @@ static void test_a_shared_step_ends_with_the_last_poller(void)
     for (uint32_t i = 1; i < SLOTS; i++)
         next = step_of_two(0, NULL, NULL);   /* over at once, and said once each */
     for (uint32_t i = 1; i < SLOTS; i++)
-        check_record(KV_STEP_ENDED, 1, first + i, 0);
+        toy_check_record(KV_STEP_ENDED, 1, first + i, 0);
     toy_no_record();
     CHECK(next == first + SLOTS - 1 && !kv_turns_claim(second->turns, 2));
-    run(first, TOY_ENTRIES);
+    toy_run(first, TOY_ENTRIES);
     watch(second);
     CHECK(other->released == TOY_ENTRIES && one->released == 0);   /* each poller releases its own */
     watch(toy->streams[0]);
@@ -272,7 +257,7 @@ static void test_a_shared_step_ends_with_the_last_poller(void)
     toy_no_record();
     CHECK(!kv_turns_claim(second->turns, 2));   /* the other poller still reads the ring slot */
     watch_deadlines(second);
-    check_record(KV_STEP_ENDED, 1, first, TOY_ENTRIES);
+    toy_check_record(KV_STEP_ENDED, 1, first, TOY_ENTRIES);
     CHECK(kv_turns_claim(second->turns, 2) == first + SLOTS);
     close_shared();
 }
@@ -281,21 +266,21 @@ static void test_a_fault_of_a_shared_step_is_said_once(void)
 {
     open_shared();
     uint64_t more = step_of_two(1, NULL, NULL), fewer = step_of_two(2, NULL, NULL), last = step_of_two(1, NULL, NULL);
-    run(more, 2);
+    toy_run(more, 2);
     watch(second);
-    check_record(KV_STEP_FAULT, 1, more, 2ull << 32 | KV_MORE);
+    toy_check_record(KV_STEP_FAULT, 1, more, 2ull << 32 | KV_MORE);
     watch(toy->streams[0]);
     toy_no_record();
-    run(fewer, 1);
-    run(last, 1);
+    toy_run(fewer, 1);
+    toy_run(last, 1);
     watch(toy->streams[0]);
-    check_record(KV_STEP_FAULT, 0, fewer, 1ull << 32 | KV_FEWER);
+    toy_check_record(KV_STEP_FAULT, 0, fewer, 1ull << 32 | KV_FEWER);
     uint64_t other = step_of_two(1, NULL, NULL);
     CHECK(other == last + 1 && !kv_turns_claim(second->turns, 2));
     watch(second);
     toy_no_record();
     CHECK(step_of_two(0, NULL, NULL) == more + SLOTS);   /* what takes its slot next has none */
-    check_record(KV_STEP_ENDED, 1, more + SLOTS, 0);
+    toy_check_record(KV_STEP_ENDED, 1, more + SLOTS, 0);
     CHECK(kv_turns_claim(second->turns, 2) == fewer + SLOTS);
     close_shared();
 }

@@ -157,6 +157,27 @@ static inline uint64_t toy_step(uint32_t num_bumps, struct kv_transfer *one, str
     return ticket;
 }
 
+/* Transfers join the step of a ticket. */
+static inline void toy_join(uint64_t ticket, struct kv_transfer *one, struct kv_transfer *other)
+{
+    struct kv_step *s = kv_step_new(toy->streams[0], 0, 0);
+    CHECK(s);
+    s->ticket = ticket;
+    kv_list_append(&s->transfers, &one->in_step);
+    if (other)
+        kv_list_append(&s->transfers, &other->in_step);
+    kv_step_join(toy, s);
+}
+
+static inline struct kv_layer_counter *toy_counter(void) { return toy->streams[0]->counter; }
+/* What an engine does. */
+static inline void toy_run(uint64_t ticket, uint32_t num_bumps)
+{
+    kv_counter_start(toy_counter(), toy_counter()->num_slots, ticket);
+    for (uint32_t i = 0; i < num_bumps; i++)
+        kv_counter_bump(toy_counter(), toy_counter()->num_slots);
+}
+
 static inline void toy_check_timeouts(void)
 {
     kv_look(toy);
@@ -172,6 +193,11 @@ static inline void toy_no_record(void)
 {
     struct kv_record r;
     CHECK(kv_records_take(&toy->records, &r, 1) == 0);
+}
+static inline void toy_check_record(uint64_t kind, uint64_t id, uint64_t value, uint64_t extra)
+{
+    struct kv_record r = toy_record();
+    CHECK(r.kind == kind && r.id == id && r.value == value && r.extra == extra);
 }
 static inline void toy_complete(uint32_t first, uint32_t num)
 {

@@ -23,6 +23,7 @@ LINK_HELD: Final[int]
 PORT_OPENED: Final[int]
 PORT_FAILED: Final[int]
 PORT_CLOSED: Final[int]
+JOIN_LOST: Final[int]
 
 LANDED_COUNTED: Final[int]
 LANDED_REACHED: Final[int]
@@ -192,6 +193,13 @@ def begin_step(
     edges: npt.NDArray[np.uint64],
     deadline_ns: int,
 ) -> list[int]: ...
+def join_step(
+    pollers: Sequence[Poller],
+    parts: Sequence[tuple[int, int, int]],
+    orders: npt.NDArray[np.int64],
+    pages: npt.NDArray[np.int32],
+    edges: npt.NDArray[np.uint64],
+) -> None: ...
 
 @disjoint_base
 class Poller:
@@ -274,6 +282,13 @@ class Poller:
         edges: npt.NDArray[np.uint64],
         deadline_ns: int,
     ) -> list[int]: ...
+    def join_step(
+        self,
+        parts: Sequence[tuple[int, int]],
+        orders: npt.NDArray[np.int64],
+        pages: npt.NDArray[np.int32],
+        edges: npt.NDArray[np.uint64],
+    ) -> None: ...
     def abandon(self, counter: int, ticket: int) -> None: ...
     def stop(self, link: int, tag: int) -> None: ...
     def take(self, max_records: int = 256) -> list[tuple[int, int, int, int, int]]: ...

@@ -124,7 +124,7 @@ class Poller(Protocol):
     ) -> None: ...
     def resume_link(self, link: int) -> None: ...
 
-    # Steps and what they release
+    # Steps and what they release. JOIN_LOST, then STOPPED, follows a `join_step` whose step it cannot join
 
     def add_template(
         self,
@@ -144,6 +144,13 @@ class Poller(Protocol):
         edges: npt.NDArray[np.uint64],
         deadline_ns: int,
     ) -> list[int]: ...
+    def join_step(
+        self,
+        parts: Sequence[tuple[int, int]],
+        orders: npt.NDArray[np.int64],
+        pages: npt.NDArray[np.int32],
+        edges: npt.NDArray[np.uint64],
+    ) -> None: ...
     def abandon(self, counter: int, ticket: int) -> None: ...
     def stop(self, link: int, tag: int) -> None: ...
 

@@ -135,6 +135,23 @@ class Fabric:
         except native.RingFullError as error:
             raise StepLimitError(str(error)) from error
 
+    def join_step(
+        self,
+        parts: Sequence[tuple[int, int]],
+        orders: npt.NDArray[np.int64],
+        pages: npt.NDArray[np.int32],
+        edges: npt.NDArray[np.uint64],
+    ) -> None:
+        """Have transfers go with an armed step; see `native.Poller.join_step`.
+
+        Raises:
+            StepLimitError: The poller has too much to do yet.
+        """
+        try:
+            self.poller.join_step(parts, orders, pages, edges)
+        except native.RingFullError as error:
+            raise StepLimitError(str(error)) from error
+
     def stop(self) -> None:
         """Stop the poller and close every link. May take seconds; what was recorded can still be taken.
 

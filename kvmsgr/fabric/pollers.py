@@ -175,6 +175,17 @@ class PollerGroup:
         watched = [(counter, num_bumps, self._watchers_of(counter)) for counter, num_bumps in parts]
         return native.begin_step(self._pollers, watched, orders, pages, edges, deadline_ns)
 
+    def join_step(
+        self,
+        parts: Sequence[tuple[int, int]],
+        orders: npt.NDArray[np.int64],
+        pages: npt.NDArray[np.int32],
+        edges: npt.NDArray[np.uint64],
+    ) -> None:
+        """Each poller finds by itself whether its transfers can join; one that finds they cannot says so."""
+        watched = [(counter, ticket, self._watchers_of(counter)) for counter, ticket in parts]
+        native.join_step(self._pollers, watched, orders, pages, edges)
+
     def _watchers_of(self, counter: int) -> int:
         """A mask of the pollers."""
         if not 0 <= counter < len(self._watchers):

@@ -16,6 +16,7 @@ from kvmsgr._ext.native import (
     FAILED_STUCK,
     FAILED_TIMEOUT,
     FEWER,
+    JOIN_LOST,
     LINK_CLOSED,
     LINK_FAILED,
     LINK_HELD,
@@ -35,6 +36,7 @@ from kvmsgr._ext.native import (
 )
 
 __all__ = [
+    "JOIN_LOST",
     "LINK_CLOSED",
     "LINK_FAILED",
     "LINK_HELD",
@@ -52,6 +54,7 @@ __all__ = [
     "STRAY",
     "LinkFailure",
     "error_text",
+    "join_lost",
     "link_failure",
     "step_fault",
 ]
@@ -103,4 +106,12 @@ def step_fault(ticket: int, extra: int, num_bumps: int) -> str:
     return (
         f"step {ticket} showed {seen} layer signals, {num_bumps} were announced: more layers ran than the cache has, "
         "or a bump for context was given where Step.signals_context is False"
+    )
+
+
+def join_lost(ticket: int) -> str:
+    """Say in words what a JOIN_LOST record says of the step that was to be joined."""
+    return (
+        f"step {ticket}, whose layers its pages were to go with, is over and was not complete, or is so long ago that "
+        "this is not known any more, or signals fewer layers than the pages have"
     )

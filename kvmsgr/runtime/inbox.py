@@ -89,7 +89,7 @@ class Inbox:
                 refusal = Failure(Reason.protocol, str(error))
         context_slot = -1
         if refusal is None and dispatch.context_slot >= 0:
-            taken = self._node.context_slots.take()
+            taken = self._node.take_context_slot()
             if taken is None:
                 refusal = Failure(Reason.busy, "every context slot is in use")
             else:

@@ -242,6 +242,17 @@ class Node:
         self._turns += 1
         return self._turns
 
+    def take_context_slot(self) -> int | None:
+        """None when there is none. Some may be kept for steps that have shown all
+        their signals since: nobody tells when they do."""
+        if (slot := self.context_slots.take()) is None:
+            with self.lock:
+                steps = dict.fromkeys(self.steps.values())
+            for step in steps:
+                step.release_context_slots()
+            slot = self.context_slots.take()
+        return slot
+
     def stop_writes(self, request: PrefillRequest) -> None:
         """Drop what is not posted. Under the lock: no step may arm more of the request behind our back."""
         with self.lock:
@@ -302,18 +313,24 @@ class Node:
 
     def _step_failed(self, counter: int, ticket: int, extra: int) -> None:
         with self.lock:
-            step = self.steps.pop((counter, ticket), None)
+            step = self.steps.get((counter, ticket))
             if step is None:
                 return
+            step.broke(counter, ticket)
             over = not step.running
         detail = records.step_fault(ticket, extra, step.num_bumps_of(counter))
         if len(step.signals) > 1:
             detail = f"rank {step.part_of(counter)}: {detail}"
-        say = log.info if all(chunk.request.ended for chunk in step.chunks) else log.error
+        say = log.info if step.unwanted else log.error
         say("step failed", counter=counter, ticket=ticket, detail=detail)
         step.fail(detail, step.part_of(counter))
         if over:
             step.over()
+
+    def _join_lost(self, tag: int, ticket: int, extra: int) -> None:
+        request = self.inbox.by_tag.get(tag)
+        if request is not None:
+            request.failed(Reason.step_fault, records.join_lost(ticket))
 
     _handlers: ClassVar[dict[int, Callable[[Node, int, int, int], None]]] = {
         records.REACHED: lambda node, *values: node.outbox.reached(*values),
@@ -331,6 +348,7 @@ class Node:
         records.PORT_CLOSED: _port_closed,
         records.STEP_ENDED: _step_ended,
         records.STEP_FAULT: _step_failed,
+        records.JOIN_LOST: _join_lost,
     }
 
     def _watch_poller(self) -> None:

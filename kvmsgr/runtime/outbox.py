@@ -72,6 +72,7 @@ class Outbox:
         tokens: Sequence[int],
         spans: Sequence[Span],
         ranks: Sequence[int] | None,
+        context: bool,
         payload: bytes,
         trace: dict[str, str],
         time_allowed_s: float | None,
@@ -84,7 +85,8 @@ class Outbox:
         wire_spans = [self._wire_span(span) for span in spans]
         check_cover(self._node.memory.groups, wire_spans, len(tokens))
         targets = [RankSpans(number, wire_spans) for number in numbers]
-        wants_context = len(tokens) > 1 and any(self._node.memory.ranks[number].context for number in numbers)
+        has_context = any(self._node.memory.ranks[number].context for number in numbers)
+        wants_context = context and has_context and len(tokens) > 1
         if time_allowed_s is None:
             time_allowed_s = self._node.config.time_allowed_s
         dispatch = self._dispatch(request_id, tokens, targets, payload, trace, time_allowed_s, wants_context)
@@ -92,7 +94,7 @@ class Outbox:
         self._hold(targets)
         attempt = self._attempts.take()
         legs = {peer: (self._node.slots.take(), self._node.ledger.take()) for peer in peers}
-        context_slot = self._node.context_slots.take() if wants_context else -1
+        context_slot = self._node.take_context_slot() if wants_context else -1
         free = {
             "immediate slot": None if any(slot is None for slot, _ in legs.values()) else 0,
             "context slot": context_slot,

@@ -13,16 +13,18 @@ import structlog
 
 from kvmsgr.core import serve as core
 from kvmsgr.core.failure import Failure
-from kvmsgr.errors import ConfigError, FabricStuckError, LocalProtocolError
+from kvmsgr.errors import ConfigError, ContextReleasedError, FabricStuckError, LocalProtocolError
 from kvmsgr_protocol import Accept, Cancel, Dispatch, Drained, Failed, Finished, Message, Reason, Sent
 
 from .answers import as_text, declined, failed, log_failure
 from .arrival import Contexts, first_of_each
 from .delivery import Delivery
+from .orders import Orders
 
 if TYPE_CHECKING:
     from .node import Node
     from .peer import PeerDriver
+    from .steps import Step
 
 log = structlog.get_logger("kvmsgr")
 COUNT_S = 0.05
@@ -54,9 +56,9 @@ class PrefillRequest:
         tokens: The prompt, uint32, shape (num_tokens,); empty where the decoder did not send it.
         payload: Opaque bytes from the decoder's engine.
         trace: Trace context from it.
-        contexts: For each rank, the name of each of its context buffers to the bytes that the engine fills, shape
-            (slot bytes,). Empty when none is wanted, and when the request is over and no step computes it any more.
-        context_slot: The slot these are, in every buffer; -1 where `contexts` is empty.
+        context_slot: The slot of its context, in every context buffer; -1: none is wanted, or the request is over and
+            has given it back. It is held until the steps that compute the request have shown all their signals, and
+            while `send_context` is due.
     """
 
     def __init__(
@@ -81,9 +83,10 @@ class PrefillRequest:
         self.context_slot = context_slot
         self.next_position = 0
         self.num_transfers = 0
-        self.last_armed = self.num_positions == 0
+        self.last_armed = self.num_positions == 0  # and its context
+        self.context_due = False  # the last chunk was announced, and `send_context` is to follow
         self.node = node
-        self.num_open_steps = 0
+        self.open_steps: list[Step] = []  # that compute it and are not over
         self._num_ended = 0
         self._rows = 0
         self._machine = core.Serve(dispatch.request_id)
@@ -108,10 +111,18 @@ class PrefillRequest:
 
     @property
     def contexts(self) -> Contexts:
-        ranks = self.node.memory.ranks
-        if self.context_slot < 0:
+        """For each rank, the name of each of its context buffers to the bytes that the engine fills, shape
+        (slot bytes,). Empty when none is wanted. Write them only while `context_slot` is held, see there.
+
+        Raises:
+            ContextReleasedError: The request is over, and the slot may be another's.
+        """
+        slot = self.context_slot
+        if not self.wants_context:
             return {}
-        return {number: rank.context_views(self.context_slot) for number, rank in enumerate(ranks)}
+        if slot < 0:
+            raise ContextReleasedError(self.request_id, "it is over; where context_slot is -1 nothing is to be written")
+        return {number: rank.context_views(slot) for number, rank in enumerate(self.node.memory.ranks)}
 
     @property
     def context(self) -> Mapping[str, npt.NDArray[np.uint8]]:
@@ -127,6 +138,11 @@ class PrefillRequest:
     def ended(self) -> bool:
         """Whether the request is over, well or not: chunks of it move nothing any more."""
         return self._machine.state in (core.ServeState.stopping, core.ServeState.ended)
+
+    @property
+    def may_move(self) -> bool:
+        """Whether something of it may still be armed: it is not over, and both its peer and its ranks live."""
+        return not self.ended and bool(self.peer.open_links) and self.node.lost_ranks.keys().isdisjoint(self.ranks)
 
     @property
     def unwanted(self) -> bool:
@@ -180,8 +196,60 @@ class PrefillRequest:
         self._feed(event)
 
     def fail(self, reason: str) -> None:
-        """Give the request up, at any time. What is posted already may still be read; see `released`."""
+        """Give the request up, at any time. What is posted already may still be read; see `released`. A `send_context`
+        that was due is not any more: the context buffers are written by nobody but steps that were announced."""
         self.failed(Reason.engine, as_text(reason))
+        self._give_up_context()
+
+    def _give_up_context(self) -> None:
+        """The engine will not send it any more."""
+        with self.node.lock:
+            self.context_due = False
+        self.release_context_slot()
+
+    def send_context(self) -> None:
+        """Send the context buffers, which hold their final values now. Due once, and from any thread, after the last
+        chunk was announced with `Chunk.context_later`. It is due even if the request ends meanwhile: then nothing is
+        sent, and the context slot, which was held until now, is given back.
+
+        Raises:
+            LocalProtocolError: No context is wanted, the last chunk was not announced, or its context is sent already.
+            StepLimitError: As `Messenger.begin_step`. Nothing was sent.
+        """
+        node = self.node
+        with node.lock:
+            if node.closing:
+                return
+            if self._context_is_due():
+                if self.may_move:
+                    self._arm_context()
+                self.context_due = False
+        node.loop.call_soon_threadsafe(self._context_sent)
+
+    def _context_is_due(self) -> bool:
+        """Raises LocalProtocolError where it never was, or is not any more; but for a request that is over."""
+        if not self.wants_context:
+            why = "no context is wanted; `wants_context` says whether it is"
+        elif self.context_due or self.ended:
+            return self.context_due
+        elif self.next_position < self.num_positions:
+            why = (
+                f"its chunks are announced up to {self.next_position} of {self.num_positions}; the last one comes first"
+            )
+        else:
+            why = "it was sent, or goes with its last chunk; to send it later, announce that chunk with context_later"
+        raise LocalProtocolError(f"send_context of request {self.request_id!r}: {why}")
+
+    def _arm_context(self) -> None:
+        orders, parts = Orders(), [(counter, 0) for counter in range(len(self.node.memory.num_signals))]
+        orders.add_context(self, ready=True)
+        self.node.fabric.begin_step(parts, *orders.arrays(), int(self.node.config.step_timeout_s * 1e9))
+        self.num_transfers += len(orders)
+        self.last_armed = True
+
+    def _context_sent(self) -> None:
+        self.check_completed()
+        self.release_context_slot()
 
     async def cancelled(self) -> Reason | None:
         """Wait until there is no use in computing it any more: its decoder cancelled or failed it, or is lost, or this
@@ -244,11 +312,15 @@ class PrefillRequest:
             self._feed(core.WritesCompleted(self._rows))
 
     def release_context_slot(self) -> None:
-        """Give the slot back, unless a step may still write it: one that computes a request that has failed."""
-        posted = self.last_armed and self._rows == self.dispatch.expected_rows
-        if self.context_slot >= 0 and self._released.done() and (posted or not self.num_open_steps):
+        """Give the slot back, unless it may still be written: by a step that computes a request which has failed, or
+        before a `send_context` that is due."""
+        with self.node.lock:  # an engine's thread may be announcing a step
+            posted = self.last_armed and self._rows == self.dispatch.expected_rows
+            written = posted or (not self.context_due and all(step.shown for step in self.open_steps))
+            if self.context_slot < 0 or not self._released.done() or not written:
+                return
             slot, self.context_slot = self.context_slot, -1
-            self.node.context_slots.give(slot)
+        self.node.context_slots.give(slot)
 
     def never_released(self, error: FabricStuckError) -> None:
         """The fabric cannot be closed: it may read the source pages for ever."""

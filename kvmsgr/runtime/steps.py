@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
-
-import numpy as np
-import numpy.typing as npt
 
 from kvmsgr.device.counters import Signal
 from kvmsgr.errors import ConfigError, LayoutError, LocalProtocolError, MessengerClosedError
-from kvmsgr.layout import PageWrites, Template
 from kvmsgr.types import Span
-from kvmsgr_protocol import Reason, immediate
+from kvmsgr_protocol import Reason
 
+from .orders import Orders
 from .serve import PrefillRequest
 
 if TYPE_CHECKING:
     from .node import Node
-
-_NO_PAGES = np.empty((0, 2), dtype=np.int32)
-_NO_EDGES = np.empty((0, 4), dtype=np.uint64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,52 +27,31 @@ class Chunk:
         start, stop: Positions [start, stop). Chunks of a request follow each other; the last one stops at
             `request.num_tokens - 1`.
         spans: The source pages that hold these positions. Pages that were named before need not be named again.
-        ready: The pages hold their final values already: they are sent at once.
+        ready: The pages hold their final values already: they are sent at once, and so is the context of a last chunk.
+            Or the step, announced before, that computes them for another request: they go layer by layer as it signals.
+            Such chunks are announced in a call of their own, all with the same step, and are chunks of that step from
+            then on. What of it is over and complete is as if ready.
+        context_later: Of a last chunk: its step does not release the context buffers, `PrefillRequest.send_context`
+            does, when they are written.
     """
 
     request: PrefillRequest
     start: int
     stop: int
     spans: Sequence[Span]
-    ready: bool = False
+    ready: bool | Step = False
+    context_later: bool = False
 
     @property
     def last(self) -> bool:
         """Whether the chunk is its request's last."""
         return self.stop == self.request.num_positions
 
-
-class _Batch:
-    """What one native call arms; see `Poller.begin_step` for the columns of an order."""
-
-    def __init__(self) -> None:
-        self._orders: list[tuple[int, ...]] = []
-        self._pages = [_NO_PAGES]
-        self._edges = [_NO_EDGES]
-        self._num_pages = self._num_edges = 0
-
-    def __len__(self) -> int:
-        return len(self._orders)
-
-    def add_pages(self, pairs: npt.NDArray[np.int32]) -> int:
-        """Returns where they begin. Several orders may share them."""
-        start = self._num_pages
-        self._pages.append(pairs)
-        self._num_pages += len(pairs)
-        return start
-
-    def add_edges(self, edges: npt.NDArray[np.uint64]) -> int:
-        start = self._num_edges
-        self._edges.append(edges)
-        self._num_edges += len(edges)
-        return start
-
-    def add(self, *order: int) -> None:
-        self._orders.append(order)
-
-    def arrays(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.uint64]]:
-        orders = np.array(self._orders, np.int64).reshape(-1, 10)
-        return orders, np.concatenate(self._pages), np.concatenate(self._edges)
+    @property
+    def brings_context(self) -> bool:
+        """Whether the context goes with it: released by its step, or at once where it is ready. Not that of a request
+        that was over before, and has given its context slot back."""
+        return self.last and not self.context_later and self.request.context_slot >= 0
 
 
 class Step:
@@ -87,8 +60,9 @@ class Step:
     Attributes:
         signals: What the forward does on each layer counter, one for all ranks or one a rank: `start()` before it,
             `bump()` after each layer.
+        chunks: What it computes.
         signals_context: Whether one more bump of each is due after the context buffers were written, because a chunk is
-            its request's last and has context. It holds even if that request ends in the meantime.
+            its request's last and its context is not sent later. It holds even if that request ends in the meantime.
         tickets: Its number on each counter; 0 for a step that moves nothing.
     """
 
@@ -96,16 +70,18 @@ class Step:
         waits = [chunk for chunk in chunks if not chunk.ready]
         num_signals = node.memory.num_signals
         first = stream * len(num_signals)
-        self.chunks = waits
+        self.chunks = tuple(waits)
         self.counters = range(first, first + len(num_signals))
         self.tickets = [0] * len(num_signals)
         self.signals = [Signal(node.counters[counter], 0) for counter in self.counters]
-        self.signals_context = any(chunk.last and chunk.request.wants_context for chunk in waits)
+        self.signals_context = any(chunk.brings_context for chunk in waits)
         self._num_bumps = [num + self.signals_context if waits else 0 for num in num_signals]
         for rank in node.lost_ranks if len(num_signals) > 1 else ():
             self._num_bumps[rank] = 0  # the native layer is done with that part at once
         self._node = node
+        self._members = self.chunks  # and those that have joined it
         self._marks = [_Mark(chunk) for chunk in waits]
+        self._broken: set[int] = set()  # its parts that were not complete when they were over
 
     @property
     def parts(self) -> list[tuple[int, int]]:
@@ -133,6 +109,11 @@ class Step:
         """Whether its layers release anything."""
         return bool(self.chunks)
 
+    @property
+    def unwanted(self) -> bool:
+        """Whether every request that goes with it is over."""
+        return all(chunk.request.ended for chunk in self._members)
+
     def num_bumps_of(self, counter: int) -> int:
         """Bumps that it shows on one of its counters."""
         return self._num_bumps[counter - self.counters.start]
@@ -146,8 +127,9 @@ class Step:
         return any(signal.started for signal in self.signals)
 
     @property
-    def _shown(self) -> bool:
-        """Whether it has shown all it will show."""
+    def shown(self) -> bool:
+        """Whether it has shown all it will show, so that it writes no context any more. It is over only when the next
+        step starts, or with its time."""
         return all(signal.num_bumps >= num for signal, num in zip(self.signals, self._num_bumps, strict=True))
 
     # Under the lock
@@ -161,7 +143,32 @@ class Step:
         for key in zip(self.counters, tickets, strict=True):
             self._node.steps[key] = self
         for chunk in self.chunks:
-            chunk.request.num_open_steps += 1
+            chunk.request.open_steps.append(self)
+
+    def check_joinable(self, node: Node, chunks: Sequence[Chunk]) -> None:
+        """Raises LocalProtocolError where its layers cannot release pages of these chunks."""
+        why = None
+        if self._node is not node:
+            why = "is a step of another messenger"
+        elif not any(self.tickets):
+            why = "moves nothing, so that its layers are not seen; announce the pages with ready=True when it has run"
+        elif any(len(self.signals) == 1 or part in chunk.request.ranks for chunk in chunks for part in self._broken):
+            why = "failed or was abandoned: what it should have computed is not final; have it computed by another"
+        if why is not None:
+            raise LocalProtocolError(f"step {self.ticket}, named by `ready` of chunks that it computes, {why}")
+        for chunk in chunks:
+            if chunk.last and chunk.request.wants_context and not chunk.context_later:
+                raise LocalProtocolError(
+                    f"request {chunk.request.request_id!r}: step {self.ticket} computes its last pages for another "
+                    "request, and not its context: say context_later, and call send_context when that is written"
+                )
+
+    def joined(self, chunks: Sequence[Chunk], marks: Sequence[_Mark]) -> None:
+        """The native layer has its pages wait for these layers too."""
+        self._members += tuple(chunks)
+        self._marks += marks
+        for chunk in chunks:
+            chunk.request.open_steps.append(self)
 
     @property
     def running(self) -> list[tuple[int, int]]:
@@ -172,8 +179,13 @@ class Step:
         """Take it off one of its counters, or all: what it has not released there it never will."""
         for counter, ticket in self.running:
             if part in (None, self.part_of(counter)):
-                del self._node.steps[counter, ticket]
+                self.broke(counter, ticket)
                 self._node.fabric.poller.abandon(counter, ticket)
+
+    def broke(self, counter: int, ticket: int) -> None:
+        """It is over on that counter, and was not complete."""
+        del self._node.steps[counter, ticket]
+        self._broken.add(self.part_of(counter))
 
     def abandon(self) -> None:
         """The forward will not run: nothing of this step is sent, and its chunks may be announced again.
@@ -183,18 +195,19 @@ class Step:
         left as they are. Chunks that were `ready` have gone when they were announced.
 
         Raises:
-            LocalProtocolError: A later step of one of its requests was announced; abandon that one first.
+            LocalProtocolError: A later step of one of its requests was announced (abandon that one first), or its
+                context was sent.
         """
         node = self._node
         with node.lock:
-            if self._shown or not self.running:
+            if self.shown or not self.running:
                 return
             if not self._started:
-                for mark in self._marks:
+                for mark in {mark.request: mark for mark in self._marks}.values():  # of each the newest
                     mark.check_newest()
-                for mark in self._marks:
+                for mark in reversed(self._marks):
                     mark.restore()
-            for chunk in self.chunks:
+            for chunk in self._members:
                 chunk.request.last_armed = False  # what is stopped now must not look complete
             self.forget()
         if self._started:
@@ -205,18 +218,23 @@ class Step:
         node.loop.call_soon_threadsafe(self.over)
 
     def fail(self, detail: str, part: int | None = None) -> None:
-        """Fail the requests whose chunks it computes; `part`: only those of the ranks that bump this counter."""
-        for chunk in self.chunks:
+        """Fail the requests whose chunks go with it; `part`: only those of the ranks that bump this counter."""
+        for chunk in self._members:
             if part is None or len(self.signals) == 1 or part in chunk.request.ranks:
                 chunk.request.failed(Reason.step_fault, detail)
+
+    def release_context_slots(self) -> None:
+        """Give those back that were kept for it alone."""
+        for chunk in self._members:
+            chunk.request.release_context_slot()
 
     def over(self) -> None:
         """The forward computes nothing more."""
         with self._node.lock:  # an engine's thread may be announcing another step of the same requests
-            for chunk in self.chunks:
-                chunk.request.num_open_steps -= 1
-        for chunk in self.chunks:
-            chunk.request.release_context_slot()
+            for chunk in self._members:
+                chunk.request.open_steps.remove(self)
+        self.release_context_slots()
+        for chunk in self._members:
             chunk.request.show()
 
 
@@ -225,24 +243,30 @@ class _Mark:
 
     def __init__(self, chunk: Chunk) -> None:
         request = chunk.request
-        self._request = request
+        self.request = request
+        self._context_later = chunk.context_later and request.wants_context
         self._before = request.next_position
-        self._last_armed = request.last_armed
+        self._last_armed, self._context_due = request.last_armed, request.context_due
         self._after = chunk.stop
         self._delivery = request.delivery.mark()
 
     def check_newest(self) -> None:
-        request = self._request
+        request = self.request
         if request.next_position != self._after:
             raise LocalProtocolError(
                 f"request {request.request_id!r}: the step up to position {self._after} cannot be abandoned, a later "
                 f"one up to {request.next_position} was announced; abandon the later one first"
             )
+        if self._context_later and not (request.context_due or request.ended):
+            raise LocalProtocolError(
+                f"request {request.request_id!r}: its last step cannot be abandoned, for send_context was called after "
+                "it was announced; let it run, or give the request up by fail()"
+            )
 
     def restore(self) -> None:
-        request = self._request
+        request = self.request
         request.next_position = self._before
-        request.last_armed = self._last_armed
+        request.last_armed, request.context_due = self._last_armed, self._context_due
         request.delivery.restore(self._delivery)
 
 
@@ -251,6 +275,7 @@ def begin_step(node: Node, chunks: Sequence[Chunk], counter: int) -> Step:
     num_streams = len(node.counters) // len(node.memory.num_signals)
     if not 0 <= counter < num_streams:
         raise ConfigError(f"layer counter {counter} does not exist; there are {num_streams}")
+    owner = _owner(chunks)
     requests = [chunk.request for chunk in chunks]
     if len(set(requests)) < len(requests):
         raise LayoutError("a step has one chunk a request at most; announce pages that are ready by themselves")
@@ -260,6 +285,8 @@ def begin_step(node: Node, chunks: Sequence[Chunk], counter: int) -> Step:
         marks = [_Mark(chunk) for chunk in chunks]
         tallies = [request.num_transfers for request in requests]
         try:
+            if owner is not None:
+                return _join(node, list(chunks), counter, owner, marks)
             return _arm(node, list(chunks), counter)
         except BaseException:
             for mark, request, num_transfers in zip(marks, requests, tallies, strict=True):
@@ -268,12 +295,39 @@ def begin_step(node: Node, chunks: Sequence[Chunk], counter: int) -> Step:
             raise
 
 
-def _arm(node: Node, chunks: Sequence[Chunk], stream: int) -> Step:
-    step, batch = Step(node, chunks, stream), _Batch()
+def _owner(chunks: Sequence[Chunk]) -> Step | None:
+    """The step that computes the pages of all these chunks for other requests."""
+    owners = [chunk.ready for chunk in chunks if isinstance(chunk.ready, Step)]
+    if owners and (len(owners) < len(chunks) or len(set(owners)) > 1):
+        raise LocalProtocolError(
+            f"{len(owners)} of {len(chunks)} chunks name {len(set(owners))} steps that compute them: those of one are "
+            "announced by a begin_step of their own, and those that name none by another"
+        )
+    return owners[0] if owners else None
+
+
+def _join(node: Node, chunks: Sequence[Chunk], stream: int, owner: Step, marks: Sequence[_Mark]) -> Step:
+    """Have chunks go with a step that was announced before."""
+    owner.check_joinable(node, chunks)
+    chunks = [replace(chunk, ready=True) for chunk in chunks]  # so that no step is held by itself
+    if not owner.running:
+        return _arm(node, chunks, stream)
+    orders = Orders()
     for chunk in chunks:
-        _advance(node, chunk, batch)
-    if step.moves or len(batch):
-        tickets = node.fabric.begin_step(step.parts, *batch.arrays(), int(node.config.step_timeout_s * 1e9))
+        _advance(node, chunk, orders, ready=False)
+    if len(orders):
+        node.fabric.join_step(list(zip(owner.counters, owner.tickets, strict=True)), *orders.arrays())
+    owner.joined(chunks, marks)
+    node.loop.call_soon_threadsafe(_announced, chunks)
+    return Step(node, [], stream)
+
+
+def _arm(node: Node, chunks: Sequence[Chunk], stream: int) -> Step:
+    step, orders = Step(node, chunks, stream), Orders()
+    for chunk in chunks:
+        _advance(node, chunk, orders, ready=bool(chunk.ready))
+    if step.moves or len(orders):
+        tickets = node.fabric.begin_step(step.parts, *orders.arrays(), int(node.config.step_timeout_s * 1e9))
         if step.moves:
             step.armed(tickets)
     if chunks:
@@ -289,8 +343,8 @@ def _announced(chunks: Sequence[Chunk]) -> None:
         chunk.request.show()
 
 
-def _advance(node: Node, chunk: Chunk, batch: _Batch) -> None:
-    """Plan the pages that this chunk makes final."""
+def _advance(node: Node, chunk: Chunk, orders: Orders, ready: bool) -> None:
+    """Plan the pages that this chunk makes final; `ready`: they wait for no layer."""
     request = chunk.request
     if request.node is not node:
         raise LocalProtocolError(f"request {request.request_id!r} came to another messenger; announce its chunks there")
@@ -301,42 +355,20 @@ def _advance(node: Node, chunk: Chunk, batch: _Batch) -> None:
             f"request {request.request_id!r}: chunk [{chunk.start}, {chunk.stop}) was announced, expected is one that "
             f"starts at {request.next_position} and stops at {request.num_positions} at the latest"
         )
+    if chunk.context_later and not chunk.last:
+        raise LocalProtocolError(
+            f"request {request.request_id!r}: context_later is said of chunk [{chunk.start}, {chunk.stop}), and "
+            f"context goes with the last one, which stops at {request.num_positions}: say it there"
+        )
     request.next_position = chunk.stop
-    if request.ended or not request.peer.open_links or not node.lost_ranks.keys().isdisjoint(request.ranks):
+    request.context_due = chunk.context_later and request.wants_context
+    if not request.may_move:
         return  # the engine runs the chunk with the others; nothing of it is wanted any more
     for span in chunk.spans:
         request.delivery.add_source(span)
-    before = len(batch)
-    _order(chunk, batch)
-    request.num_transfers += len(batch) - before
-    request.last_armed = chunk.last
-
-
-def _order(chunk: Chunk, batch: _Batch) -> None:
-    """One transfer for each pair of ranks, template and rail; they share the list of pages."""
-    request = chunk.request
-    routes, dispatch = request.peer.routes, request.dispatch
-    assert routes is not None
-    how = immediate.base(dispatch.slot, dispatch.generation), request.tag, int(chunk.ready)
-
-    for writes, templates in request.delivery.advance(chunk.stop):
-        first, num = batch.add_pages(writes.pairs), len(writes.pairs)
-        for source, (template, rails) in templates:
-            edges = _edges(template, writes)
-            first_edge = batch.add_edges(edges) if len(edges) else 0
-            turn = request.node.turn()
-            for place, (link, number) in enumerate(rails):  # each takes its share of the pages, one of them the edges
-                share = (place + turn) % len(rails)
-                start, stop = first + num * share // len(rails), first + num * (share + 1) // len(rails)
-                last_edge = first_edge + len(edges) if share == len(rails) - 1 else first_edge
-                if start < stop or first_edge < last_edge:
-                    batch.add(routes.part_of(source), link, number, *how, start, stop, first_edge, last_edge)
-    if chunk.last and request.wants_context:
-        slot = batch.add_pages(np.array([[request.context_slot, dispatch.context_slot]], dtype=np.int32))
-        for source, (_, rails) in request.delivery.context():
-            for link, number in rails:
-                batch.add(routes.part_of(source), link, number, *how, slot, slot + 1, 0, 0)
-
-
-def _edges(template: Template, writes: PageWrites) -> npt.NDArray[np.uint64]:
-    return np.concatenate([_NO_EDGES, *(template.edge_runs(*edge) for edge in writes.edges)])
+    before = len(orders)
+    orders.add_positions(request, chunk.stop, ready)
+    if chunk.brings_context:
+        orders.add_context(request, ready)
+    request.num_transfers += len(orders) - before
+    request.last_armed = chunk.last and not request.context_due

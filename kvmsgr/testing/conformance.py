@@ -15,12 +15,13 @@ from .counting import Counting
 from .fences import Fences
 from .flow import Flow
 from .interfaces import Interfaces
+from .joining import Joining
 from .rotations import Rotations
 from .spoiling import Spoiling
 
 __all__ = ["Conformance"]
 
 
-class Conformance(Counting, Flow, Fences, Interfaces, Rotations, Spoiling):
-    """All of it: what lands and is counted, how it flows, over several interfaces, how it ends, and what switches for
-    faults do."""
+class Conformance(Counting, Flow, Joining, Fences, Interfaces, Rotations, Spoiling):
+    """All of it: what lands and is counted, how it flows, what joins a step, several interfaces, how it ends, and what
+    switches for faults do."""

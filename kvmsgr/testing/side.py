@@ -244,19 +244,12 @@ class Side:
         transfers: Sequence[tuple[int, Order, Pairs]],
         edges: npt.NDArray[np.uint64] = NO_EDGES,
     ) -> list[int]:
-        """Arm a step on several layer counters; the part of each transfer comes first. Those of equal pages share
-        them."""
-        starts: dict[tuple[tuple[int, int], ...], int] = {}
-        pages: list[tuple[int, int]] = []
-        orders = np.zeros((len(transfers), len(ORDER_FIELDS)), dtype=np.int64)
-        for row, (part, order, pairs) in zip(orders, transfers, strict=True):
-            start = starts.setdefault(tuple(pairs), len(pages))
-            if start == len(pages):
-                pages += pairs
-            row[:] = (part, *order, start, start + len(pairs), 0, 0)
-        orders[:1, -1] = len(edges)
-        raw = np.array(pages, dtype=np.int32).reshape(-1, 2)
-        return self.poller.begin_step(parts, orders, raw, edges, int(DEADLINE_S * 1e9))
+        """Arm a step on several layer counters; the part of each transfer comes first."""
+        return self.poller.begin_step(parts, *listed(transfers, edges), edges, int(DEADLINE_S * 1e9))
+
+    def join(self, parts: Sequence[tuple[int, int]], transfers: Sequence[tuple[int, Order, Pairs]]) -> None:
+        """Have transfers join steps that were armed before: (counter, ticket) each."""
+        self.poller.join_step(parts, *listed(transfers), NO_EDGES)
 
     def run_step(self, ticket: int, num_bumps: int = NUM_LAYERS) -> None:
         self.counter.start(ticket)
@@ -273,3 +266,19 @@ def targets_of(places: Sequence[Place], beats: Sequence[int]) -> tuple[list[byte
     """Addresses, regions and heartbeats as a poller takes them."""
     regions = [(*region, target) for target, place in enumerate(places) for region in place.regions]
     return [place.address for place in places], regions, [(target, *places[target].beat) for target in beats]
+
+
+def listed(
+    transfers: Sequence[tuple[int, Order, Pairs]], edges: npt.NDArray[np.uint64] = NO_EDGES
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+    """Orders and pages as a poller takes them. Transfers of equal pages share them; the edges are the first one's."""
+    starts: dict[tuple[tuple[int, int], ...], int] = {}
+    pages: list[tuple[int, int]] = []
+    orders = np.zeros((len(transfers), len(ORDER_FIELDS)), dtype=np.int64)
+    for row, (part, order, pairs) in zip(orders, transfers, strict=True):
+        start = starts.setdefault(tuple(pairs), len(pages))
+        if start == len(pages):
+            pages += pairs
+        row[:] = (part, *order, start, start + len(pairs), 0, 0)
+    orders[:1, -1] = len(edges)
+    return orders, np.array(pages, dtype=np.int32).reshape(-1, 2)

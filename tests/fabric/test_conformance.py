@@ -13,6 +13,7 @@ from kvmsgr.testing.counting import Counting
 from kvmsgr.testing.fabrics import FabricUnderTest, InProcess, Libfabric, LibfabricGroup
 from kvmsgr.testing.fences import Fences
 from kvmsgr.testing.flow import Flow
+from kvmsgr.testing.joining import Joining
 from kvmsgr.testing.spoiling import Spoiling
 
 NET = next(name for name in ("tcp", "net") if name in providers())
@@ -44,7 +45,7 @@ class TestPollerPerInterface(Conformance):
         return LibfabricGroup(NET)
 
 
-class TestIdlePoller(Counting, Flow, Fences, Spoiling):
+class TestIdlePoller(Counting, Flow, Joining, Fences, Spoiling):
     """A second poller watches each step, and has nothing to send."""
 
     @pytest.fixture

@@ -15,7 +15,7 @@ from kvmsgr.fabric.libfabric import NativePoller, providers
 from kvmsgr.fabric.pollers import PollerGroup
 from kvmsgr.testing.fabrics import LibfabricGroup
 from kvmsgr.testing.interfaces import split
-from kvmsgr.testing.pair import Pair
+from kvmsgr.testing.pair import SCATTERED, Pair
 from kvmsgr.testing.side import NUM_LAYERS, NUM_PAGES, ROWS_A_PAGE, Side
 
 NET = next(name for name in ("tcp", "net") if name in providers())
@@ -78,6 +78,46 @@ def test_a_ring_slot_waits_for_the_poller_that_is_behind() -> None:
         behind.abandon(0, first)
         pair.source.wait(records.STOPPED)
         assert pair.source.begin([]) == first + num_slots
+
+
+def test_a_join_waits_for_the_step_in_the_poller_that_is_behind() -> None:
+    """In the other one that step is complete and over."""
+    fabric = Shown()
+    with Pair(fabric, nics=(2, 2)) as pair:
+        behind = fabric.sources[1]
+        behind.disturb(1, slow_ns=SLOW_NS)
+        before = behind.stats()["rounds"]
+        pair.source.until(lambda: behind.stats()["rounds"] > before, "the slow poller begins a pause")
+        before = behind.stats()["rounds"]
+        pair.target.expect(ALL_ROWS)
+        ticket = pair.source.begin([])
+        pair.source.run_step(ticket)
+        pair.source.counter.start(pair.source.begin([]))
+        pair.source.join([(0, ticket)], [(0, *transfer) for transfer in split(pair)])
+        assert pair.source.wait(records.SENT)[1:3] == (0, ALL_ROWS // 2)
+        assert behind.stats()["rounds"] == before, "it was too slow a machine to see anything"
+        behind.disturb(1)
+        assert pair.source.wait(records.SENT)[1:3] == (1, ALL_ROWS // 2)
+        pair.target.wait(records.REACHED)
+        pair.assert_moved(SCATTERED)
+
+
+def test_a_join_is_lost_in_each_poller_that_has_to_do_with_it() -> None:
+    """Each of these says so, and no other."""
+    fabric = Shown()
+    with Pair(fabric, nics=(2, 2)) as pair:
+        (first, pairs), (second, _) = split(pair, [(0, 0)])
+        never_begun = 7
+        for transfers, lost in [([first], [0]), ([second], [1]), ([first, second], [0, 1])]:
+            pair.source.join([(0, never_begun)], [(0, order, pairs) for order in transfers])
+            for tag in lost:
+                pair.source.wait(records.STOPPED, tag)
+            assert [pair.source.wait(records.JOIN_LOST, tag)[1:3] for tag in lost] == [(tag, 7) for tag in lost]
+        pair.source.wait_rounds()
+        assert not pair.source.seen(records.JOIN_LOST, records.STOPPED)
+        other = fabric.groups[0].add_counter(LayerCounter(4), nics=[1])
+        with pytest.raises(ValueError, match=f"layer counter {other} is not watched for link {pair.links[0]}"):
+            pair.source.join([(other, 1)], [(0, first, pairs)])
 
 
 def test_what_one_poller_cannot_take_is_armed_in_none() -> None:

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from kvmsgr import inspect
 from kvmsgr.fabric import leftovers
 
 Event = dict[str, Any]
@@ -75,6 +76,11 @@ class Child:
             self._process.kill()
         await self._process.wait()
         await self._reader
+
+    def legs(self) -> dict[str, inspect.LegView]:
+        """What its state file shows now, by request: that can be read whatever the process does."""
+        [path] = inspect.state_files(pids=[self.pid])
+        return {leg.request_id: leg for leg in inspect.snapshot(path).legs}
 
     # What it has told
 

@@ -129,7 +129,7 @@ class Prefiller(Role):
                 await self._hold(job, "last chunk sent", lambda job=job, rows=rows: self._rows_posted(job) == rows)
         if step.signals_context:
             for job in batch:
-                for views in job.request.contexts.values() if job.last else ():
+                for views in job.request.contexts.values() if job.last and job.request.context_slot >= 0 else ():
                     views["hidden"][:] = job.tag & 0x7F
             step.signal.bump()
         for job in batch:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,17 +57,33 @@ class Scene:
         source = self.prefiller_of(other).descriptor
         self.decoder_of(other).do("stream", name=name, source=source, width=WIDTH, pages=PAGES)
 
-    async def until_busy(self, seed: int) -> None:
-        """Until a moment in the middle; which one, the seed decides."""
-        await self.prefiller_of(self.victim).requests(random.Random(seed).randint(5, 25), "accepted", "victim-")
+    async def stop_in_the_middle(self, seed: int) -> float:
+        """Stop the victim at a moment when a request of it is half sent; the seed decides at which. Returns when.
 
-    def strike(self, send: Callable[[], float]) -> float:
-        """Send the victim a signal; no more requests of it are asked for. Returns when it was sent."""
-        self.decoder_of(self.victim).do("halt", name="victim")
-        return send()
+        No more requests of it are asked for. Requests are short, and there may be none under way just then: since a
+        process that is stopped for a moment notices nothing, it goes on until the next one is accepted.
+        """
+        prefiller, num = self.prefiller_of(self.victim), random.Random(seed).randint(5, 25)
+        while True:
+            num = max(num, len(await prefiller.requests(num, "accepted", "victim-")) + 1)
+            stopped = self.victim.stop()
+            if self.half_sent():
+                self.decoder_of(self.victim).do("halt", name="victim")
+                return stopped
+            self.victim.wake()
+
+    def half_sent(self) -> list[str]:
+        """Requests of the victim that both sides hold pages of, and that are posted in part."""
+        serves, fetches = self.prefiller_of(self.victim).legs(), self.decoder_of(self.victim).legs()
+        return [
+            id
+            for id in serves.keys() & fetches.keys()
+            if id.startswith("victim-") and 0 < serves[id].rows_posted < serves[id].rows_expected
+        ]
 
     async def check_caught(self, side: Child, signalled: float, seconds: float) -> None:
-        """Requests of the victim were under way at the signal, and their pages on this side came back in time."""
+        """Requests of the victim were under way when it was stopped or woken, and their pages on this side came back in
+        time."""
         await side.until(lambda: side.all_released("victim-"), "all pages came back", seconds + 5)
         late = {id: event["t"] - signalled for id, event in side.of("released", "victim-").items()}
         late = {id: after for id, after in late.items() if after > 0}
@@ -117,8 +133,8 @@ async def test_a_killed_process_leaves_pages_and_others_unharmed(
     fabric: str, fence: str, role: str, shape: tuple[int, int], seed: int, tmp_path: Path
 ) -> None:
     async with scene(tmp_path, role, shape, fabric=fabric, fence=fence) as now:
-        await now.until_busy(seed)
-        killed = now.strike(now.victim.kill)
+        killed = await now.stop_in_the_middle(seed)
+        now.victim.kill()
         await now.victim.ended()
         await now.check_caught(now.live, killed, LEASE_S + FENCE_S)
         await now.check_bystander()
@@ -129,8 +145,7 @@ async def test_a_stopped_process_that_wakes_up_harms_nobody_and_is_a_new_peer(
     fabric: str, fence: str, role: str, shape: tuple[int, int], seed: int, tmp_path: Path
 ) -> None:
     async with scene(tmp_path, role, shape, fabric=fabric, fence=fence) as now:
-        await now.until_busy(seed)
-        stopped = now.strike(now.victim.stop)
+        stopped = await now.stop_in_the_middle(seed)
         await until(stopped + LEASE_S + FENCE_S)  # the lease must run out while nothing happens
         await now.check_caught(now.live, stopped, LEASE_S + FENCE_S)
         if role == "prefiller":  # it was heard of last at least a heartbeat before, so that nothing proved more yet

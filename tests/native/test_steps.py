@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from kvmsgr._ext import native
-from tests.native.loopback import NUM_LAYERS, PAGE_ROWS, Pair
+from tests.native.loopback import IMMEDIATE, NO_EDGES, NUM_LAYERS, PAGE_ROWS, Pair
+
+NET = next(name for name in ("tcp", "net") if name in native.providers())
+SOON_NS = 1_000_000_000
 
 
 def when_there_is_room(begin: Callable[[], int]) -> int:
@@ -19,6 +23,14 @@ def when_there_is_room(begin: Callable[[], int]) -> int:
         except native.RingFullError:
             continue
     raise AssertionError("no ring slot came back")
+
+
+def until_asleep(pair: Pair) -> None:
+    """It sleeps only when its connections are not young any more: for two seconds."""
+    limit_ns = native.monotonic_ns() + 10**10
+    sleeps = pair.source.poller.stats()["sleeps"]
+    while pair.source.poller.stats()["sleeps"] < sleeps + 2:
+        assert native.monotonic_ns() < limit_ns
 
 
 def test_a_step_ends_when_the_next_one_starts(pair: Pair) -> None:
@@ -124,3 +136,41 @@ def test_records_that_find_the_ring_full_keep_their_order(pair: Pair) -> None:
         tickets.append(pair.source.wait(native.STEP_ENDED)[2])
     assert tickets == list(range(1, num_steps + 1))
     assert pair.source.poller.stats()["lost_records"] == 0
+
+
+def test_a_poller_that_sleeps_hears_of_joins_and_of_surplus_bumps() -> None:
+    """The last step has shown all, no later one starts and its deadline is far: nothing keeps the poller awake."""
+    with Pair(NET) as pair:
+        pair.expect(2)
+        ticket = pair.begin([(0, 0)], tag=1)
+        pair.run_step(ticket)
+        pair.source.wait(native.SENT, 1)
+        until_asleep(pair)
+        order = (0, pair.link, pair.template, IMMEDIATE, 2, 0, 0, 1, 0, 0)
+        orders, pages = np.array([order], dtype=np.int64), np.array([[1, 1]], dtype=np.int32)
+        joined_ns = native.monotonic_ns()
+        pair.source.poller.join_step([(0, ticket)], orders, pages, NO_EDGES)
+        _, _, rows, t_ns, _ = pair.source.wait(native.SENT, 2)
+        assert rows == NUM_LAYERS * PAGE_ROWS
+        assert t_ns - joined_ns < SOON_NS
+        pair.target.wait(native.REACHED)
+        pair.assert_moved([(1, 1)])
+        until_asleep(pair)
+        assert not pair.source.drain(native.STEP_FAULT)
+        bumped_ns = native.monotonic_ns()
+        pair.source.counter.bump()
+        _, counter, faulted, t_ns, extra = pair.source.wait(native.STEP_FAULT)
+        assert (counter, faulted, extra) == (0, ticket, (NUM_LAYERS + 1) << 32 | native.MORE)
+        assert t_ns - bumped_ns < SOON_NS
+
+
+def test_a_surplus_bump_is_named_before_the_step_that_follows_starts(pair: Pair) -> None:
+    """The one after it has been announced, and goes on waiting."""
+    first = pair.begin([(0, 0)], tag=1)
+    second = pair.begin([(1, 1)], tag=2)
+    pair.run_step(first, NUM_LAYERS)
+    pair.source.wait(native.SENT, 1)
+    pair.source.counter.bump()
+    assert pair.source.wait(native.STEP_FAULT)[2:5:2] == (first, (NUM_LAYERS + 1) << 32 | native.MORE)
+    assert pair.source.counter.bumps_of(second) is None
+    assert not pair.source.drain(native.SENT, native.STOPPED)

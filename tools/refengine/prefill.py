@@ -159,9 +159,9 @@ class PrefillNode:
             pauses[num_layers // 2] = self._half_way
         hidden = self._engine.prefill(pieces, step.signals, pauses)
         for piece, state in zip(pieces, hidden, strict=True):
-            context = self._requests[piece.job].context
-            if piece.is_last and "hidden" in context:
-                torch.frombuffer(context["hidden"], dtype=torch.float32).copy_(state)
+            request = self._requests[piece.job]
+            if piece.is_last and request.context_slot >= 0 and "hidden" in request.context:
+                torch.frombuffer(request.context["hidden"], dtype=torch.float32).copy_(state)
         if step.signals_context:
             for signal in step.signals:
                 signal.bump()

@@ -182,6 +182,7 @@ cdef extern from "records.h" nogil:
     enum kv_record_kind:
         KV_REACHED, KV_OVERFLOW, KV_STRAY, KV_SENT, KV_STOPPED, KV_LINK_OPENED, KV_LINK_FAILED, KV_LINK_CLOSED
         KV_STEP_ENDED, KV_STEP_FAULT, KV_SLOT_REACHED, KV_LINK_HELD, KV_PORT_OPENED, KV_PORT_FAILED, KV_PORT_CLOSED
+        KV_JOIN_LOST
     enum kv_step_fault:
         KV_FEWER, KV_MORE, KV_DEADLINE
     enum kv_link_failure:
@@ -248,6 +249,8 @@ cdef extern from "poller.h" nogil:
     c_bool kv_begin_step(kv_poller **pollers, uint32_t num_pollers, const kv_part *parts, uint32_t num_parts,
                          const kv_order *orders, size_t num_orders, uint64_t deadline_ns, uint64_t *tickets,
                          kv_error *e)
+    c_bool kv_join_step(kv_poller **pollers, uint32_t num_pollers, const kv_part *parts, uint32_t num_parts,
+                        uint64_t *tickets, const kv_order *orders, size_t num_orders, kv_error *e)
     c_bool kv_abandon(kv_poller *p, uint32_t stream, uint64_t ticket, kv_error *e)
     c_bool kv_stop_tag(kv_poller *p, uint32_t link, uint32_t tag, kv_error *e)
     unsigned kv_take(kv_poller *p, kv_record *out, unsigned max)

@@ -34,6 +34,7 @@ LINK_HELD = KV_LINK_HELD
 PORT_OPENED = KV_PORT_OPENED
 PORT_FAILED = KV_PORT_FAILED
 PORT_CLOSED = KV_PORT_CLOSED
+JOIN_LOST = KV_JOIN_LOST
 
 LANDED_COUNTED = KV_LANDED_COUNTED
 LANDED_REACHED = KV_LANDED_REACHED
@@ -667,9 +668,9 @@ cdef class _Remote:
         free(self.cells)
 
 
-cdef list _begin_step(list pollers, parts, const int64_t[:, ::1] orders, const int32_t[:, ::1] pages,
-                      const uint64_t[:, ::1] edges, uint64_t deadline_ns):
-    """See `begin_step`."""
+cdef list _on_step(list pollers, parts, const int64_t[:, ::1] orders, const int32_t[:, ::1] pages,
+                   const uint64_t[:, ::1] edges, uint64_t deadline_ns, bint joins):
+    """See `begin_step`; or `join_step`."""
     cdef kv_error e
     cdef kv_poller *raw_pollers[KV_MAX_POLLERS]
     cdef kv_part raw_parts[KV_MAX_STREAMS]
@@ -686,8 +687,9 @@ cdef list _begin_step(list pollers, parts, const int64_t[:, ::1] orders, const i
     for poller in pollers:
         raw_pollers[num_pollers] = poller.poller
         num_pollers += 1
-    for counter, num_bumps, mask in parts:
-        raw_parts[num_parts] = kv_part(counter, num_bumps, mask)
+    for counter, number, mask in parts:
+        raw_parts[num_parts] = kv_part(counter, 0 if joins else number, mask)
+        tickets[num_parts] = number if joins else 0
         num_parts += 1
     cdef kv_order *raw = <kv_order *>calloc(num + 1, sizeof(kv_order))
     if raw == NULL:
@@ -697,8 +699,11 @@ cdef list _begin_step(list pollers, parts, const int64_t[:, ::1] orders, const i
         if wrong >= 0:
             raise ValueError(f"transfer {wrong}: {list(orders[wrong])} of {pages.shape[0]} page pairs and "
                              f"{edges.shape[0]} edges: a number or a slice is out of range")
-        ok = kv_begin_step(raw_pollers, num_pollers, raw_parts, num_parts, raw, num,
-                           deadline_ns if deadline_ns < latest else latest, tickets, &e)
+        if joins:
+            ok = kv_join_step(raw_pollers, num_pollers, raw_parts, num_parts, tickets, raw, num, &e)
+        else:
+            ok = kv_begin_step(raw_pollers, num_pollers, raw_parts, num_parts, raw, num,
+                               deadline_ns if deadline_ns < latest else latest, tickets, &e)
     finally:
         free(raw)
     if not ok:
@@ -718,6 +723,21 @@ def begin_step(pollers, parts, const int64_t[:, ::1] orders, const int32_t[:, ::
 
     The rest as `Poller.begin_step`.
     """
+    return _on_step(_all_pollers(pollers), parts, orders, pages, edges, deadline_ns, False)
+
+
+def join_step(pollers, parts, const int64_t[:, ::1] orders, const int32_t[:, ::1] pages, const uint64_t[:, ::1] edges):
+    """Adds transfers to a step that was begun on all pollers of a messenger; only those with orders hear of it.
+
+    Args:
+        parts: (counter, ticket, pollers): as `Poller.join_step`, and the mask as for `begin_step`.
+
+    The rest as `Poller.join_step`.
+    """
+    _on_step(_all_pollers(pollers), parts, orders, pages, edges, 0, True)
+
+
+cdef list _all_pollers(pollers):
     listed = list(pollers)
     if not 1 <= len(listed) <= KV_MAX_POLLERS:
         raise ValueError(f"{len(listed)} pollers: want 1 to {KV_MAX_POLLERS}")
@@ -725,7 +745,7 @@ def begin_step(pollers, parts, const int64_t[:, ::1] orders, const int32_t[:, ::
         if (<Poller?>poller).index != index or (<Poller>poller).num_pollers != len(listed):
             raise ValueError(f"poller {index} of {len(listed)} was made as {(<Poller>poller).index} of "
                              f"{(<Poller>poller).num_pollers}")
-    return _begin_step(listed, parts, orders, pages, edges, deadline_ns)
+    return listed
 
 
 cdef bint _is_slice(int64_t start, int64_t stop, Py_ssize_t num) noexcept nogil:
@@ -1112,7 +1132,24 @@ cdef class Poller:
             ValueError: a write would leave its region, or an argument makes no sense. Nothing was armed.
             RingFullError: too many steps are outstanding. Nothing was armed.
         """
-        return _begin_step([self], [(*part, 1) for part in parts], orders, pages, edges, deadline_ns)
+        return _on_step([self], [(*part, 1) for part in parts], orders, pages, edges, deadline_ns, False)
+
+    def join_step(self, parts, const int64_t[:, ::1] orders, const int32_t[:, ::1] pages, const uint64_t[:, ::1] edges):
+        """Adds transfers to steps that were begun before: what those have shown already is posted at once, the rest as
+        they show it. They end with their step, and are all posted at once when it is over and was complete.
+
+        Where that is not known any more, where the step failed or was abandoned, or a transfer waits for more bumps
+        than it has, the transfers are lost: a JOIN_LOST record for each tag, then they end with STOPPED and 0 rows.
+
+        Args:
+            parts: (counter, ticket) of each step.
+            orders: As for `begin_step`; none is ready.
+
+        Raises:
+            ValueError: as `begin_step`. Nothing was armed.
+            RingFullError: the poller has too much to do yet. Nothing was armed.
+        """
+        _on_step([self], [(*part, 1) for part in parts], orders, pages, edges, 0, True)
 
     def abandon(self, uint32_t counter, uint64_t ticket):
         """The step will not run: its transfers end with STOPPED records and its ring slot comes back."""

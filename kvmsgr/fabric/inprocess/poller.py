@@ -15,11 +15,11 @@ from kvmsgr.fabric.interface import ORDER_FIELDS, Beat, PageUnits, Record, Remot
 from .air import Air, Source
 from .engine import Engine
 from .links import Link, Port, Transfer, hearts_of
-from .plan import Entry, Run, Template, check_page, check_run, expand
+from .orders import MAX_BUMPS, part_streams, read_orders
+from .plan import Entry, Run, Template, check_page, check_run
 from .records import Records
 from .steps import Step, Stream
 
-MAX_BUMPS = (1 << 24) - 1
 LONGEST_NS = (1 << 63) - 1
 
 
@@ -305,16 +305,12 @@ class InProcessPoller:
         with self.air.lock:
             self._check_open()
             self._started = True
-            streams = self._part_streams(parts)
-            if orders.shape[1:] != (len(ORDER_FIELDS),):
-                raise ValueError(f"orders has {len(ORDER_FIELDS)} columns")
-            transfers: list[list[Transfer]] = [[] for _ in parts]
-            for index, order in enumerate(orders.tolist()):
-                try:
-                    transfer = self._transfer(order, parts, pages, edges)
-                except ValueError as error:
-                    raise ValueError(f"transfer {index}: {error}") from None
-                transfers[order[0]].append(transfer)
+            streams = part_streams(self._engine.streams, parts)
+            for counter, num_bumps in parts:
+                if not 0 <= num_bumps <= MAX_BUMPS:
+                    raise ValueError(f"layer counter {counter}: {num_bumps} bumps")
+            bumps = [num_bumps for _, num_bumps in parts]
+            transfers = read_orders(self._templates, bumps, orders, pages, edges, self._max_write_bytes)
             tickets = [stream.next_ticket() for stream in streams]
             limit_ns = min(self._records.clock() + deadline_ns, LONGEST_NS)
             steps = [
@@ -331,16 +327,29 @@ class InProcessPoller:
             self._engine.command(arm)
             return tickets
 
-    def _part_streams(self, parts: Sequence[tuple[int, int]]) -> list[Stream]:
-        streams = self._engine.streams
-        if not parts:
-            raise ValueError("a step on 0 layer counters; want at least 1")
-        for index, (counter, num_bumps) in enumerate(parts):
-            if not 0 <= counter < len(streams) or not 0 <= num_bumps <= MAX_BUMPS:
-                raise ValueError(f"layer counter {counter} of {len(streams)}, {num_bumps} bumps")
-            if counter in [earlier for earlier, _ in parts[:index]]:
-                raise ValueError(f"layer counter {counter} has two parts of one step")
-        return [streams[counter] for counter, _ in parts]
+    def join_step(
+        self,
+        parts: Sequence[tuple[int, int]],
+        orders: npt.NDArray[np.int64],
+        pages: npt.NDArray[np.int32],
+        edges: npt.NDArray[np.uint64],
+    ) -> None:
+        with self.air.lock:
+            self._check_open()
+            streams = part_streams(self._engine.streams, parts)
+            if not all(ticket for _, ticket in parts):
+                raise ValueError(f"{list(parts)}: ticket 0 is no step's")
+            bumps = [MAX_BUMPS] * len(parts)  # how many it shows the step knows
+            transfers = read_orders(self._templates, bumps, orders, pages, edges, self._max_write_bytes)
+            for index, transfer in enumerate(orders[:, ORDER_FIELDS.index("ready")].tolist()):
+                if transfer:
+                    raise ValueError(f"transfer {index}: it joins a step, and cannot be ready before it")
+
+            def join() -> None:
+                for stream, (_, ticket), its in zip(streams, parts, transfers, strict=True):
+                    stream.join(ticket, its)
+
+            self._engine.command(join)
 
     def abandon(self, counter: int, ticket: int) -> None:
         with self.air.lock:
@@ -354,31 +363,6 @@ class InProcessPoller:
         with self.air.lock:
             self._check_open()
             self._engine.command(lambda: self._engine.stop_tag(link, tag))
-
-    def _transfer(
-        self,
-        order: list[int],
-        parts: Sequence[tuple[int, int]],
-        pages: npt.NDArray[np.int32],
-        edges: npt.NDArray[np.uint64],
-    ) -> Transfer:
-        part, link, number, immediate, tag, ready, page_start, page_stop, edge_start, edge_stop = order
-        ranges = 0 <= page_start <= page_stop <= len(pages) and 0 <= edge_start <= edge_stop <= len(edges)
-        if not ranges or not all(0 <= value < 1 << 32 for value in order[:5]) or ready not in (0, 1):
-            raise ValueError(f"{order}: a number or a slice is out of range")
-        if part >= len(parts):
-            raise ValueError(f"part {part} of a step of {len(parts)}")
-        template = self._templates.get(number)
-        if template is None or template.link != link:
-            raise ValueError(f"link {link} has no template {number}")
-        if immediate & 0x3FFF:
-            raise ValueError(f"immediate {immediate:#x} already carries rows")
-        last, (_, num_bumps) = template.entries[-1].signal, parts[part]
-        if not ready and last > num_bumps:
-            raise ValueError(f"it waits for signal {last} of a step with {num_bumps} bumps")
-        its_pages, its_edges = pages[page_start:page_stop].tolist(), edges[edge_start:edge_stop].tolist()
-        writes = expand(template, its_pages, its_edges, self._max_write_bytes)
-        return Transfer(template, writes, immediate, tag, bool(ready))
 
     def _arrive(self, transfer: Transfer) -> None:
         self._engine.arrive(self._links.get(transfer.template.link), transfer)

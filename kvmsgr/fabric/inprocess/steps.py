@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvmsgr._ext.native import DEADLINE, FEWER, MORE, STEP_ENDED, STEP_FAULT, LayerCounter, RingFullError, StateFile
+from kvmsgr._ext.native import (
+    DEADLINE,
+    FEWER,
+    JOIN_LOST,
+    MORE,
+    STEP_ENDED,
+    STEP_FAULT,
+    LayerCounter,
+    RingFullError,
+    StateFile,
+)
 
 from .links import Transfer
 
@@ -37,7 +47,8 @@ class Step:
 class Stream:
     """One layer counter as the poller sees it.
 
-    A ring slot is lent to one ticket at a time: `_turns[slot]` is the only one that may take it now.
+    A ring slot is lent to one ticket at a time: `_turns[slot]` is the only one that may take it now, and
+    `_complete[slot]` is the last one that had it and was complete, and its bumps.
     """
 
     def __init__(
@@ -58,6 +69,7 @@ class Stream:
         self._stop = stop
         self._next_ticket = 1
         self._turns = [slot or counter.num_slots for slot in range(counter.num_slots)]
+        self._complete: list[tuple[int, int]] = [(0, 0)] * counter.num_slots
 
     def next_ticket(self) -> int:
         """The one that `claim` takes.
@@ -84,6 +96,27 @@ class Stream:
         nothing = not step.num_bumps and not step.unreleased  # there is no step
         if nothing or (later and later[0].seen is not None):
             self._finish(step, FEWER)
+
+    def join(self, ticket: int, transfers: Sequence[Transfer]) -> None:
+        """Have transfers go with a step, as far as it has come; at once when it is over and was complete."""
+        step = next((step for step in self.steps if step.ticket == ticket and not step.faulted), None)
+        complete, bumps = self._complete[ticket % len(self._turns)]
+        num_bumps = step.num_bumps if step is not None else bumps if complete == ticket else -1
+        shown = num_bumps if step is None else step.seen
+        lost: dict[int, list[Transfer]] = {}
+        for transfer in transfers:
+            if transfer.template.entries[-1].signal > num_bumps:
+                lost.setdefault(transfer.tag, []).append(transfer)
+                continue
+            self._arrive(transfer)
+            if step is not None:
+                step.transfers.append(transfer)
+            if shown is not None and not transfer.stopped:
+                self._show(transfer, shown)
+        for tag, its in lost.items():
+            self._report(JOIN_LOST, tag, ticket, self._index)
+            for transfer in its:
+                self._stop(transfer)
 
     def abandon(self, ticket: int) -> None:
         for step in self.steps:
@@ -116,11 +149,14 @@ class Stream:
             return False
         step.seen = bumps
         for transfer in step.unreleased:
-            self._state.leg_signalled(transfer.tag, bumps)
-            transfer.release(bumps)
+            self._show(transfer, bumps)
         if bumps > step.num_bumps:
             self._fault(step, MORE)
         return True
+
+    def _show(self, transfer: Transfer, bumps: int) -> None:
+        self._state.leg_signalled(transfer.tag, bumps)
+        transfer.release(bumps)
 
     def _fault(self, step: Step, kind: int) -> None:
         if not step.faulted:
@@ -130,6 +166,8 @@ class Stream:
     def _finish(self, step: Step, when_short: int) -> None:
         self._look(step)
         self._give_back(step.ticket)
+        if step.seen == step.num_bumps:
+            self._complete[step.ticket % len(self._turns)] = step.ticket, step.num_bumps
         if step.waits:
             self._fault(step, when_short)
         elif not step.faulted:
