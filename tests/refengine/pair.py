@@ -24,8 +24,10 @@ NUM_SLOTS = 8  # most requests that are alive at once
 class Pair:
     """Two nodes. Their caches have other layouts and page sizes."""
 
-    def __init__(self, source: kvmsgr.Messenger, prefiller: PrefillNode, decoder: DecodeNode) -> None:
-        self.source, self.prefiller, self.decoder = source, prefiller, decoder
+    def __init__(
+        self, source: kvmsgr.Messenger, target: kvmsgr.Messenger, prefiller: PrefillNode, decoder: DecodeNode
+    ) -> None:
+        self.source, self.target, self.prefiller, self.decoder = source, target, prefiller, decoder
 
     async def answer(self, request_id: str, prompt: list[int]) -> Delivery:
         return await self.decoder.answer(self.source.descriptor, request_id, prompt)
@@ -58,7 +60,7 @@ async def running_pair(
             decode, target, NEW_TOKENS, extra_page=extra_page, preempt_every=preempt_every, step_tokens=step_tokens
         )
         nodes = [group.create_task(prefiller.run()), group.create_task(decoder.run())]
-        yield Pair(source, prefiller, decoder)
+        yield Pair(source, target, prefiller, decoder)
         for node in nodes:
             node.cancel()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -73,6 +74,7 @@ def test_what_is_cached_is_shared_and_the_rest_is_new() -> None:
     assert not set(second.held[0].pages[2:]) & set(first.held[0].pages)
     assert engine.share(second) == [Hit(0, 2 * PAGE, 0)]
     engine.release(first)
+    assert engine.num_free == [20 - len(second.held[0].pages)]
     assert contents(engine)[:, second.held[0].pages[:2]].isfinite().all()
     engine.release(second)
     assert tiny.all_free(engine)
@@ -240,6 +242,22 @@ async def test_answers_are_bitwise_equal_whatever_each_side_has_cached(
     assert found == (whole if prefill_caches else [0, 0, 0, 0])
     assert tiny.all_free(prefill)
     assert tiny.all_free(decode)
+
+
+@pytest.mark.slow
+async def test_without_context_a_full_hit_is_sent_and_nothing_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = tiny.prompt(4 * PAGE + 1)
+    (expected,) = run_alone(tiny.engine(), [prompt], NEW_TOKENS, step_tokens=1000)
+    prefill, decode = tiny.engine(60, seed=1, prefix_cache=True), tiny.engine(64, tiny.spec(16), seed=2)
+    async with asyncio.timeout(20), running_pair(prefill, decode) as pair:
+        await pair.answer("first", prompt)
+        await pair.prefiller.drained()
+        monkeypatch.setattr(pair.target, "fetch", partial(pair.target.fetch, context=False))
+        monkeypatch.setattr(prefill, "prefill", None)  # whoever computes fails
+        found = await pair.answer("second", prompt)
+        await pair.quiet()
+    assert (found.rows, found.answer.tokens) == (4 * PAGE * ROWS, expected.tokens)
+    assert torch.equal(found.answer.logits, expected.logits)
 
 
 @pytest.mark.slow
