@@ -25,6 +25,7 @@ KvmsgrError
 │   │   └── CountOverflowError  more rows landed than were expected
 │   ├── StepFaultError          a forward pass ran fewer or more layers than announced, or none in time
 │   ├── EngineFailedError       the engine on one side gave the request up
+│   ├── PreemptedError          the prefiller took its pages back, and the request was not tried again
 │   ├── RankLostError           a process of one side's engine that holds a rank has died
 │   ├── RequestCancelledError   the decoder's engine cancelled it
 │   ├── PeerProtocolError       the peer broke the rules, or does not know the request
@@ -221,6 +222,13 @@ class EngineFailedError(TransferError):
     reason = Reason.engine
 
 
+class PreemptedError(TransferError):
+    """The prefiller's engine took the pages of the request back. A fetch of this package tries again by itself, so that
+    only a peer that fails a request for this reason makes it raise this."""
+
+    reason = Reason.preempted
+
+
 class RankLostError(TransferError):
     """A process of the engine on one side, which holds a rank's memory, has died; the detail says which and how."""
 
@@ -341,6 +349,7 @@ _BY_REASON: dict[Reason, type[TransferError]] = {
     Reason.timeout: TransferTimeout,
     Reason.step_fault: StepFaultError,
     Reason.engine: EngineFailedError,
+    Reason.preempted: PreemptedError,
     Reason.rank_lost: RankLostError,
     Reason.cancelled: RequestCancelledError,
     Reason.protocol: PeerProtocolError,

@@ -1,5 +1,5 @@
 /* What the callers' side shares (front.c, front_links.c, front_steps.c): all of it may be called from any thread.
-   begin_step waits for nothing but a look-up; the rest may also wait for room in the command ring. */
+   begin_step and join_step wait for nothing but a look-up; the rest may also wait for room in the command ring. */
 #ifndef KV_FRONT_H
 #define KV_FRONT_H
 #include "poller.h"

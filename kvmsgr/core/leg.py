@@ -76,6 +76,13 @@ class PeerGaveUp:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerRestarted:
+    """The peer took its pages back: as if it had failed, but the request may be tried again."""
+
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
 class PeerLost:
     """The peer's epoch has ended."""
 
@@ -123,6 +130,11 @@ class SendEnd:
 
 
 @dataclass(frozen=True, slots=True)
+class AwaitDrained:
+    """The peer owes how many rows it has posted; one that never says it is lost."""
+
+
+@dataclass(frozen=True, slots=True)
 class CheckCount:
     """Compare the rows the peer posted with those expected, and watch for rows that never land."""
 
@@ -143,6 +155,13 @@ class FailAttempt:
     failure: Failure
 
 
+@dataclass(frozen=True, slots=True)
+class RestartAttempt:
+    """This leg ended, so the attempt does; the request may be tried again."""
+
+    failure: Failure
+
+
 _DRAINED_UNASKED = "the prefiller stopped before everything was posted"
 
 
@@ -152,6 +171,10 @@ def _fail_attempt(leg: Leg, event: Declined | PeerGaveUp | PeerLost) -> FailAtte
 
 def _fail_unasked(leg: Leg, event: Drained) -> FailAttempt:
     return FailAttempt(Failure(Reason.engine, _DRAINED_UNASKED, event.rows))
+
+
+def _restart_attempt(leg: Leg, event: PeerRestarted) -> RestartAttempt:
+    return RestartAttempt(event.failure)
 
 
 def _send_end(leg: Leg, event: AttemptFailed) -> SendEnd:
@@ -164,6 +187,10 @@ def _send_finished(leg: Leg, event: object) -> SendFinished:
 
 def _send_dispatch(leg: Leg, event: object) -> SendDispatch:
     return SendDispatch()
+
+
+def _await_drained(leg: Leg, event: object) -> AwaitDrained:
+    return AwaitDrained()
 
 
 def _check_count(leg: Leg, event: AllPosted) -> CheckCount:
@@ -200,34 +227,36 @@ class Leg(Machine):
         (_S.dispatched, Accepted): go(_S.accepted),
         (_S.dispatched, Declined): go(_S.declined, _fail_attempt),
         (_S.dispatched, PeerLost): go(_S.lost, _fail_attempt),
-        (_S.dispatched, AttemptFailed): go(_S.draining, _send_end),
+        (_S.dispatched, AttemptFailed): go(_S.draining, _send_end, _await_drained),
         (_S.dispatched, AttemptReady): go(_S.finished, _send_finished),
         (_S.accepted, AllPosted): go(_S.sent, _check_count),
         (_S.accepted, Drained): go(_S.counting, _fail_unasked, _await_told),
-        (_S.accepted, PeerGaveUp): go(_S.draining, _fail_attempt),
+        (_S.accepted, PeerGaveUp): go(_S.draining, _fail_attempt, _await_drained),
+        (_S.accepted, PeerRestarted): go(_S.draining, _restart_attempt, _await_drained),
         (_S.accepted, PeerLost): go(_S.lost, _fail_attempt),
-        (_S.accepted, AttemptFailed): go(_S.draining, _send_end),
+        (_S.accepted, AttemptFailed): go(_S.draining, _send_end, _await_drained),
         (_S.accepted, AttemptReady): go(_S.finished, _send_finished),
         (_S.sent, PeerLost): go(_S.lost, _fail_attempt),
         (_S.sent, AttemptFailed): go(_S.counting, _send_end, _await_sent),
         (_S.sent, AttemptReady): go(_S.finished, _send_finished),
-        # The attempt is over, and what it wrote may still be under way.
+        # The attempt is over, and what it wrote may still be under way. A peer that is lost cannot be asked again.
         (_S.draining, Accepted): go(_S.draining),
         (_S.draining, Declined): go(_S.declined),
         (_S.draining, AllPosted): go(_S.counting, _await_told),
         (_S.draining, Drained): go(_S.counting, _await_told),
         (_S.draining, PeerGaveUp): go(_S.draining),
-        (_S.draining, PeerLost): go(_S.lost),
+        (_S.draining, PeerRestarted): go(_S.draining),
+        (_S.draining, PeerLost): go(_S.lost, _fail_attempt),
         (_S.draining, AttemptFailed): go(_S.draining),
         (_S.counting, CountEqual): go(_S.drained),
-        (_S.counting, PeerLost): go(_S.lost),
+        (_S.counting, PeerLost): go(_S.lost, _fail_attempt),
         (_S.counting, AttemptFailed): go(_S.counting),
         (_S.lost, CountEqual): go(_S.drained),
         (_S.lost, Fenced): go(_S.fenced),
         (_S.lost, AttemptFailed): go(_S.lost),
         # What is clean stays clean. With several legs, one may be over before the others.
         (_S.declined, AttemptFailed): go(_S.declined),
-        (_S.declined, PeerLost): go(_S.declined),
+        (_S.declined, PeerLost): go(_S.declined, _fail_attempt),
         (_S.declined, Fenced): go(_S.declined),
         (_S.unsent, AttemptFailed): go(_S.unsent),
         (_S.unsent, PeerLive): go(_S.unsent),
@@ -235,7 +264,7 @@ class Leg(Machine):
         (_S.unsent, Fenced): go(_S.unsent),
         (_S.drained, AttemptFailed): go(_S.drained),
         (_S.drained, CountEqual): go(_S.drained),
-        (_S.drained, PeerLost): go(_S.drained),
+        (_S.drained, PeerLost): go(_S.drained, _fail_attempt),
         (_S.drained, Fenced): go(_S.drained),
         (_S.fenced, AttemptFailed): go(_S.fenced),
         (_S.fenced, CountEqual): go(_S.fenced),
@@ -244,6 +273,7 @@ class Leg(Machine):
         (_S.finished, AllPosted): go(_S.finished),
         (_S.finished, Drained): go(_S.finished),
         (_S.finished, PeerGaveUp): go(_S.finished),
+        (_S.finished, PeerRestarted): go(_S.finished),
         (_S.finished, PeerLost): go(_S.finished),
         (_S.finished, Fenced): go(_S.finished),
     }

@@ -19,7 +19,7 @@ class ServeState(StrEnum):
     accepted = "accepted"  # chunks may be armed
     sent = "sent"  # every write is locally complete; the decoder has not answered yet
     arrived = "arrived"  # the decoder counted every row before our own completions were read
-    stopping = "stopping"  # failed, but posted writes still read the source pages
+    stopping = "stopping"  # failed or preempted, but posted writes still read the source pages
     ended = "ended"
 
 
@@ -53,6 +53,13 @@ class ReadsEnded:
 @dataclass(frozen=True, slots=True)
 class Failed:
     """Something on this side failed: the engine gave up, a step went wrong, the time allowed ran out."""
+
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
+class Preempted:
+    """The engine takes the pages back."""
 
     failure: Failure
 
@@ -111,6 +118,11 @@ class SendFailure:
 
 
 @dataclass(frozen=True, slots=True)
+class SendRestarted:
+    """Tell the decoder that no more will come of this attempt, and that it may ask again."""
+
+
+@dataclass(frozen=True, slots=True)
 class SendDrained:
     """Tell the decoder that posting has ended early, and at how many rows."""
 
@@ -157,6 +169,10 @@ def _send_failure(serve: Serve, event: Failed) -> SendFailure:
     return SendFailure(event.failure)
 
 
+def _send_restarted(serve: Serve, event: Preempted) -> SendRestarted:
+    return SendRestarted()
+
+
 def _send_drained(serve: Serve, event: ReadsEnded | WritesCompleted) -> SendDrained:
     return SendDrained(event.rows)
 
@@ -169,7 +185,9 @@ def _arrived(serve: Serve, event: object) -> SettleOutcome:
     return SettleOutcome(None)
 
 
-def _failed(serve: Serve, event: Failed | NeverAnswered | PeerEnded | DecoderFailed | EngineDeclined) -> SettleOutcome:
+def _failed(
+    serve: Serve, event: Failed | Preempted | NeverAnswered | PeerEnded | DecoderFailed | EngineDeclined
+) -> SettleOutcome:
     return SettleOutcome(event.failure)
 
 
@@ -207,19 +225,23 @@ class Serve(Machine):
         (_S.accepted, WritesCompleted): go(_S.sent, _send_sent, _release),
         (_S.accepted, DecoderFinished): go(_S.arrived, _arrived),
         (_S.accepted, Failed): go(_S.stopping, _send_failure, _failed, _stop),
+        (_S.accepted, Preempted): go(_S.stopping, _send_restarted, _failed, _stop),
         (_S.accepted, PeerEnded): go(_S.stopping, _failed, _stop),
         (_S.accepted, DecoderFailed): go(_S.stopping, _failed, _stop),
         (_S.arrived, WritesCompleted): go(_S.ended, _release, _forget),
         (_S.arrived, Failed): go(_S.stopping, _stop),
+        (_S.arrived, Preempted): go(_S.arrived),
         (_S.arrived, PeerEnded): go(_S.stopping, _stop),
         (_S.sent, DecoderFinished): go(_S.ended, _arrived, _forget),
         (_S.sent, DecoderFailed): go(_S.ended, _failed, _forget),
         (_S.sent, PeerEnded): go(_S.ended, _failed, _forget),
         (_S.sent, NeverAnswered): go(_S.ended, _failed, _forget),
         (_S.sent, Failed): go(_S.sent),
+        (_S.sent, Preempted): go(_S.sent),
         (_S.stopping, ReadsEnded): go(_S.ended, _send_drained, _release, _forget),
         (_S.stopping, WritesCompleted): go(_S.ended, _send_drained, _release, _forget),
         (_S.stopping, Failed): go(_S.stopping),
+        (_S.stopping, Preempted): go(_S.stopping),
         (_S.stopping, PeerEnded): go(_S.stopping),
         (_S.stopping, DecoderFailed): go(_S.stopping),
         (_S.stopping, DecoderFinished): go(_S.stopping),
@@ -227,6 +249,7 @@ class Serve(Machine):
         (_S.ended, EngineAccepted): go(_S.ended),
         (_S.ended, EngineDeclined): go(_S.ended),
         (_S.ended, Failed): go(_S.ended),
+        (_S.ended, Preempted): go(_S.ended),
     }
 
     def __init__(self, name: str) -> None:

@@ -8,7 +8,7 @@ from kvmsgr.core.failure import Failure
 from kvmsgr_protocol import Busy, Cancel, Dispatch, Failed, Reason, Refuse
 
 log = structlog.get_logger("kvmsgr")
-WISHES = frozenset({Reason.cancelled, Reason.busy, Reason.refused, Reason.closed})
+WISHES = frozenset({Reason.cancelled, Reason.busy, Reason.refused, Reason.closed, Reason.preempted})
 
 
 def log_failure(request_id: str, failure: Failure) -> None:

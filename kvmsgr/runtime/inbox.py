@@ -64,9 +64,9 @@ class Inbox:
             self._dispatched(peer, message)
             return
         assert not isinstance(message, Hello | Attach | Goodbye | Rotate | Rotated | Resume)
-        fetch = self._node.outbox.fetch_of(peer, message.request_id, message.attempt)
-        if fetch is not None:
-            fetch.message_received(peer, message)
+        attempt = self._node.outbox.attempt_of(peer, message.request_id, message.attempt)
+        if attempt is not None:
+            attempt.message_received(peer, message)
             return
         request = self._serves.get((peer, message.request_id, message.attempt))
         if request is not None:

@@ -381,8 +381,8 @@ class Node:
             last_first.push_async_callback(self._stop_poller)
             last_first.push_async_callback(self._say_goodbye)
             last_first.callback(self.inbox.close)
-            for fetch in self.outbox.fetches:
-                last_first.callback(fetch.close)
+            for attempt in self.outbox.attempts:
+                last_first.callback(attempt.close)
 
     async def _say_goodbye(self) -> None:
         for task in list(self._dials):
@@ -398,8 +398,8 @@ class Node:
         try:
             await self.loop.run_in_executor(None, self.fabric.stop)
         except FabricStuckError as error:  # its endpoints are open: what is under way may land one day
-            for fetch in self.outbox.fetches:
-                fetch.never_released(error)
+            for attempt in self.outbox.attempts:
+                attempt.never_released(error)
             for request in list(self.inbox.by_tag.values()):
                 request.never_released(error)
             raise
@@ -409,5 +409,5 @@ class Node:
             while self._read_records():  # the end of whatever was still under way
                 pass
         finally:
-            for fetch in self.outbox.fetches:
-                fetch.release_by_fence()
+            for attempt in self.outbox.attempts:
+                attempt.release_by_fence()

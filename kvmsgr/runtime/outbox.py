@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import structlog
@@ -33,6 +33,7 @@ from kvmsgr_protocol import (
 )
 from kvmsgr_protocol import Span as WireSpan
 
+from .attempt import Attempt
 from .fetch import Fetch
 from .pages import PageGuard, check_cover, hold_all, page_indices, release_all
 
@@ -55,15 +56,15 @@ class Outbox:
     def __init__(self, node: Node, pages: Sequence[Sequence[PageGuard]]) -> None:
         self._node = node
         self._pages = pages
-        self._attempts = AttemptNumbers(MAX_ATTEMPTS)
-        self._fetches: dict[int, Fetch] = {}
-        self._by_slot: dict[int, tuple[Fetch, PeerDriver]] = {}
+        self._numbers = AttemptNumbers(MAX_ATTEMPTS)
+        self._attempts: dict[int, Attempt] = {}
+        self._by_slot: dict[int, tuple[Attempt, PeerDriver]] = {}
         self._past: dict[int, tuple[PeerDriver, str]] = {}  # who wrote last into a slot that is free now
 
     @property
-    def fetches(self) -> list[Fetch]:
+    def attempts(self) -> list[Attempt]:
         """Those that have left something behind: undecided, or with pages that are held."""
-        return list(self._fetches.values())
+        return list(self._attempts.values())
 
     def fetch(
         self,
@@ -92,39 +93,74 @@ class Outbox:
         dispatch = self._dispatch(request_id, tokens, targets, payload, trace, time_allowed_s, wants_context)
         peers = [self._node.peer_at(source) for source in sources]
         self._hold(targets)
-        attempt = self._attempts.take()
-        legs = {peer: (self._node.slots.take(), self._node.ledger.take()) for peer in peers}
         context_slot = self._node.take_context_slot() if wants_context else -1
-        free = {
-            "immediate slot": None if any(slot is None for slot, _ in legs.values()) else 0,
-            "context slot": context_slot,
-            "attempt or leg of the state file": None if any(leg is None for _, leg in legs.values()) else attempt,
-        }
-        what = next((name for name, taken in free.items() if taken is None), None)
-        if what is not None or attempt is None or context_slot is None:
+        try:
+            if context_slot is None:
+                raise _busy(request_id, "context slot")
+            fetch = Fetch(self._node, peers, replace(dispatch, context_slot=context_slot))
+        except BusyError:
             self._release(targets)
-            self._give_back(attempt, legs.values(), context_slot)
-            raise BusyError(request_id, f"every {what} is held by a request that is alive or not proven ended")
-        dispatch = replace(dispatch, attempt=attempt, context_slot=context_slot)
-        self._node.fabric.state.open_attempt(attempt, dispatch.expected_rows, request_id)
-        slots = {peer: slot for peer, (slot, _) in legs.items() if slot is not None}
-        numbered = {peer: leg for peer, (_, leg) in legs.items() if leg is not None}
-        fetch = self._fetches[attempt] = Fetch(self._node, slots, numbered, dispatch)
-        for peer, slot in slots.items():
-            index = immediate.counter_index(*slot)
-            self._node.fabric.state.link_slot(*slot, attempt)
-            self._past.pop(index, None)
-            self._by_slot[index] = fetch, peer
+            if context_slot is not None and context_slot >= 0:
+                self._node.context_slots.give(context_slot)
+            raise
         self._show_pages(targets)
         fetch.start()
         return fetch
+
+    def new_attempt(self, fetch: Fetch, peers: Sequence[PeerDriver], dispatch: Dispatch) -> Attempt:
+        """Arm the slots and the counter of one more attempt of a fetch, which has its pages.
+
+        Raises:
+            BusyError: There is no slot for each of its legs, or no number. Nothing was armed.
+        """
+        slots, legs = self._take_legs(fetch.request_id, peers)
+        number = self._numbers.take()
+        if number is None:
+            self._give_legs(slots, legs)
+            raise _busy(fetch.request_id, "attempt of the state file")
+        dispatch = replace(dispatch, attempt=number)
+        self._node.fabric.state.open_attempt(number, dispatch.expected_rows, fetch.request_id)
+        attempt = self._attempts[number] = Attempt(self._node, fetch, slots, legs, dispatch)
+        for peer, slot in slots.items():
+            index = immediate.counter_index(*slot)
+            self._node.fabric.state.link_slot(*slot, number)
+            self._past.pop(index, None)
+            self._by_slot[index] = attempt, peer
+        return attempt
+
+    def _take_legs(
+        self, request_id: str, peers: Sequence[PeerDriver]
+    ) -> tuple[dict[PeerDriver, tuple[int, int]], dict[PeerDriver, int]]:
+        """For each leg a slot, and a number in the state file.
+
+        Raises:
+            BusyError: There are not so many. None was taken.
+        """
+        slots: dict[PeerDriver, tuple[int, int]] = {}
+        legs: dict[PeerDriver, int] = {}
+        for peer in peers:
+            slot, leg = self._node.slots.take(), self._node.ledger.take()
+            if slot is not None:
+                slots[peer] = slot
+            if leg is not None:
+                legs[peer] = leg
+            if slot is None or leg is None:
+                self._give_legs(slots, legs)
+                raise _busy(request_id, "immediate slot" if slot is None else "leg of the state file")
+        return slots, legs
+
+    def _give_legs(self, slots: Mapping[PeerDriver, tuple[int, int]], legs: Mapping[PeerDriver, int]) -> None:
+        for slot, _ in slots.values():
+            self._node.slots.give(slot)
+        for leg in legs.values():
+            self._node.ledger.give(leg)
 
     def _check_fetch(self, request_id: str) -> None:
         if self._node.closing:
             raise MessengerClosedError("the messenger is closed: no request can be fetched")
         if self._node.stuck:
             raise FabricStuckError("the polling thread is stuck inside libfabric: close this messenger, open another")
-        if any(fetch.request_id == request_id and not fetch.done for fetch in self._fetches.values()):
+        if any(attempt.request_id == request_id and not attempt.done for attempt in self._attempts.values()):
             raise RefusedError(request_id, "a request of this name is being fetched already", Reason.duplicate)
 
     def _living(self, request_id: str, ranks: Sequence[int] | None) -> list[int]:
@@ -206,22 +242,6 @@ class Outbox:
         for target in targets:
             release_all(self._pages[target.rank], target.spans)
 
-    def _give_back(
-        self,
-        attempt: int | None,
-        legs: Iterable[tuple[tuple[int, int] | None, int | None]],
-        context_slot: int | None,
-    ) -> None:
-        if attempt is not None:
-            self._attempts.give(attempt)
-        for slot, leg in legs:
-            if slot is not None:
-                self._node.slots.give(slot[0])
-            if leg is not None:
-                self._node.ledger.give(leg)
-        if context_slot is not None and context_slot >= 0:
-            self._node.context_slots.give(context_slot)
-
     def _wire_span(self, span: Span) -> WireSpan:
         if not 0 <= span.group < len(self._node.memory.groups):
             known = ", ".join(f"{index} {group.name!r}" for index, group in enumerate(self._node.memory.groups))
@@ -230,25 +250,29 @@ class Outbox:
             raise LayoutError(f"a span starts at position {span.first_token}; positions start at 0")
         return WireSpan(span.group, span.first_token, page_indices(span.pages).astype("<i4").tobytes())
 
-    def fetch_of(self, peer: PeerDriver, request_id: str, attempt: int) -> Fetch | None:
-        fetch = self._fetches.get(attempt)
-        return fetch if fetch is not None and fetch.request_id == request_id and fetch.has_leg(peer) else None
+    def attempt_of(self, peer: PeerDriver, request_id: str, number: int) -> Attempt | None:
+        """The one that has this leg."""
+        attempt = self._attempts.get(number)
+        return attempt if attempt is not None and attempt.request_id == request_id and attempt.has_leg(peer) else None
 
-    def release_fetch(self, fetch: Fetch) -> None:
-        """Nothing can land for this attempt: its slots and pages are free. Who wrote into a slot last is remembered:
-        rows that come all the same are a peer that broke the count."""
-        for peer, (slot, generation) in fetch.slots.items():
+    def forget(self, attempt: Attempt) -> None:
+        """Nothing of it can land: its slots are free. Who wrote into a slot last is remembered: rows that come all the
+        same are a peer that broke the count."""
+        for peer, (slot, generation) in attempt.slots.items():
             index = immediate.counter_index(slot, generation)
             self._node.rotation.slot_reached(index)
             self._node.fabric.state.unlink_slot(slot, generation)
-            self._past[index] = peer, fetch.request_id
+            self._past[index] = peer, attempt.request_id
             del self._by_slot[index]
             self._node.slots.give(slot)
-        del self._fetches[fetch.attempt]
-        self._attempts.give(fetch.attempt)
-        self._release(fetch.targets)
-        self._show_pages(fetch.targets)
-        self._node.settled(*fetch.slots)
+        del self._attempts[attempt.number]
+        self._numbers.give(attempt.number)
+        self._node.settled(*attempt.slots)
+
+    def release_pages(self, targets: Sequence[RankSpans]) -> None:
+        """Nothing can land in these pages any more."""
+        self._release(targets)
+        self._show_pages(targets)
 
     def _show_pages(self, targets: Sequence[RankSpans]) -> None:
         for group in {span.group for target in targets for span in target.spans}:
@@ -258,36 +282,36 @@ class Outbox:
 
     def may_land_from(self, peer: PeerDriver) -> bool:
         """Whether something of the peer may still land here."""
-        return any(fetch.may_land_from(peer) for fetch in self._fetches.values())
+        return any(attempt.may_land_from(peer) for attempt in self._attempts.values())
 
     def peer_lost(self, peer: PeerDriver, failure: Failure) -> None:
-        for fetch in dict.fromkeys((*self._fetches.values(), *peer.waiting)):
-            if fetch.has_leg(peer):
-                fetch.peer_lost(peer, failure)
+        for attempt in dict.fromkeys((*self._attempts.values(), *peer.waiting)):
+            if attempt.has_leg(peer):
+                attempt.peer_lost(peer, failure)
 
     def peer_fenced(self, peer: PeerDriver) -> None:
         """The endpoints that the peer wrote to are closed."""
-        for fetch in self.fetches:
-            if fetch.has_leg(peer):
-                fetch.peer_fenced(peer)
+        for attempt in self.attempts:
+            if attempt.has_leg(peer):
+                attempt.peer_fenced(peer)
 
     def forget_peer(self, peer: PeerDriver) -> None:
         self._past = {index: past for index, past in self._past.items() if past[0] is not peer}
 
     def rank_lost(self, rank: int, failure: Failure) -> None:
-        for fetch in self.fetches:
-            if any(target.rank == rank for target in fetch.targets):
-                fetch.rank_lost(failure)
+        for attempt in self.attempts:
+            if any(target.rank == rank for target in attempt.targets):
+                attempt.rank_lost(failure)
 
     # Records
 
-    def reached(self, attempt: int, rows: int, extra: int) -> None:
-        if attempt in self._fetches:
-            self._fetches[attempt].rows_counted(rows)
+    def reached(self, number: int, rows: int, extra: int) -> None:
+        if number in self._attempts:
+            self._attempts[number].rows_counted(rows)
 
-    def overflowed(self, attempt: int, rows: int, counter_index: int) -> None:
-        if attempt in self._fetches:
-            self._fetches[attempt].count_overflowed(rows)
+    def overflowed(self, number: int, rows: int, counter_index: int) -> None:
+        if number in self._attempts:
+            self._attempts[number].count_overflowed(rows)
         else:
             self.strayed(counter_index, rows, 0)
 
@@ -302,8 +326,8 @@ class Outbox:
     def slot_reached(self, counter_index: int, rows: int, extra: int) -> None:
         self._node.rotation.slot_reached(counter_index)
         if counter_index in self._by_slot:
-            fetch, peer = self._by_slot[counter_index]
-            fetch.slot_reached(peer, rows)
+            attempt, peer = self._by_slot[counter_index]
+            attempt.slot_reached(peer, rows)
 
     def is_slot_of(self, peer: PeerDriver, counter_index: int) -> bool:
         """Whether rows in that slot are of a live request at that peer."""
@@ -312,8 +336,12 @@ class Outbox:
     def rows_owed(self, peer: PeerDriver) -> dict[int, int]:
         """By counter: rows that the peer has posted in all for requests it is done with and we are not."""
         return {
-            index: fetch.rows_posted_by(peer)
-            for index, (fetch, other) in self._by_slot.items()
+            index: attempt.rows_posted_by(peer)
+            for index, (attempt, other) in self._by_slot.items()
             if other is peer
-            if fetch.may_land_from(peer) and fetch.rows_posted_by(peer)
+            if attempt.may_land_from(peer) and attempt.rows_posted_by(peer)
         }
+
+
+def _busy(request_id: str, what: str) -> BusyError:
+    return BusyError(request_id, f"every {what} is held by a request that is alive or not proven ended")

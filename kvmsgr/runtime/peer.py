@@ -42,7 +42,7 @@ from .version import software
 if TYPE_CHECKING:
     from kvmsgr.fabric.records import LinkFailure
 
-    from .fetch import Fetch
+    from .attempt import Attempt
     from .node import Node
 
 log = structlog.get_logger("kvmsgr")
@@ -60,8 +60,8 @@ class PeerDriver:
     """One epoch.
 
     `links` has one for each network interface of ours, None once it is closed. `routes` say how our ranks' caches are
-    written into theirs; they are there once its Attach has come. `waiting` are the fetches that could not be dispatched
-    yet.
+    written into theirs; they are there once its Attach has come. `waiting` are the attempts that could not be
+    dispatched yet.
     """
 
     def __init__(self, node: Node, name: str, incarnation: str | None) -> None:
@@ -79,7 +79,7 @@ class PeerDriver:
         self._has_window = False
         self._beats: list[tuple[int, int]] = []  # (slot, generation) of its heartbeats, a link each
         self.routes: Routes | None = None
-        self.waiting: list[Fetch] = []
+        self.waiting: list[Attempt] = []
         self._incarnation = incarnation
         self._connection: Connection | None = None
         self._deadline = node.loop.call_later(node.config.connect_timeout_s, self._timed_out)
@@ -219,8 +219,8 @@ class PeerDriver:
                 self._deadline.cancel()
                 log.info("peer live", peer=self.name, provider=self.node.fabric.choice.provider)
                 self.node.rotation.peer_live(self)
-                for fetch in self.waiting:
-                    fetch.peer_live(self)
+                for attempt in self.waiting:
+                    attempt.peer_live(self)
                 self.waiting.clear()
             case core.AnnounceLost(failure):
                 self._deadline.cancel()

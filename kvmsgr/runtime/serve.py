@@ -14,7 +14,7 @@ import structlog
 from kvmsgr.core import serve as core
 from kvmsgr.core.failure import Failure
 from kvmsgr.errors import ConfigError, ContextReleasedError, FabricStuckError, LocalProtocolError
-from kvmsgr_protocol import Accept, Cancel, Dispatch, Drained, Failed, Finished, Message, Reason, Sent
+from kvmsgr_protocol import Accept, Cancel, Dispatch, Drained, Failed, Finished, Message, Reason, Restarted, Sent
 
 from .answers import as_text, declined, failed, log_failure
 from .arrival import Contexts, first_of_each
@@ -251,6 +251,30 @@ class PrefillRequest:
         self.check_completed()
         self.release_context_slot()
 
+    async def preempt(self) -> int:
+        """Take the pages back, because others need them more: nothing more of the request is posted, and nothing reads
+        its pages when this returns. Chunks that were announced move nothing any more; their steps go on for the others.
+
+        The decoder is told, and asks again by itself unless it has given the request up: it comes back through
+        `requests()`, as a new one of the same id. `outcome()` of this one is `Reason.preempted`. To have the decoder
+        give it up, call `fail`. Does nothing where all was sent or the request is over already.
+
+        Returns:
+            Rows that were posted.
+
+        Raises:
+            LocalProtocolError: It has not been accepted; answer it by `busy` or `refuse`.
+            FabricStuckError: As from `released`.
+        """
+        if self.offered:
+            raise LocalProtocolError(f"request {self.request_id!r} was not accepted: to put it off, call busy()")
+        failure = Failure(
+            Reason.preempted, "the prefiller's engine took its pages back", self._rows, self.dispatch.expected_rows
+        )
+        self._feed(core.Preempted(failure))
+        self._give_up_context()
+        return await self.released()
+
     async def cancelled(self) -> Reason | None:
         """Wait until there is no use in computing it any more: its decoder cancelled or failed it, or is lost, or this
         side failed it. Returns why; None when the request came to a good end instead."""
@@ -377,6 +401,8 @@ class PrefillRequest:
                 self.peer.send(Sent(*leg, rows_posted=rows))
             case core.SendFailure(failure):
                 self.peer.send(failed(*leg, failure))
+            case core.SendRestarted():
+                self.peer.send(Restarted(*leg))
             case core.SendDrained(rows):
                 self.peer.send(Drained(*leg, rows_posted=rows))
             case core.StopWrites():

@@ -32,6 +32,8 @@ class Reason(StrEnum):
     """A forward pass ran fewer or more layers than announced, or did not end in time."""
     engine = "engine"
     """The engine on one side gave up."""
+    preempted = "preempted"
+    """The prefiller's engine took the pages of the request back; it may be tried again."""
     rank_lost = "rank_lost"
     """A process of the engine on one side, which holds a rank's memory, has died."""
     protocol = "protocol"

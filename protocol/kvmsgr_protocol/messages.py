@@ -268,10 +268,8 @@ class Resume(_Message, frozen=True, tag="resume"):
 
 
 class Restarted(_Leg, frozen=True, tag="restarted"):
-    """Prefiller: this attempt ended, as with Failed (Drained follows); `new_attempt` of the same request needs a new
-    Dispatch."""
-
-    new_attempt: U63
+    """Prefiller: it took its pages back, and the leg ends as with Failed (Drained follows). The request may be
+    dispatched again, as a new attempt."""
 
 
 class Unknown(_Leg, frozen=True, tag="unknown"):

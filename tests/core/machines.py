@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from kvmsgr.core import fetch, leg, peer, rotation, serve
+from kvmsgr.core import attempt, leg, peer, rotation, serve
 from kvmsgr.core.failure import Failure
 from kvmsgr.core.machine import Machine
 from kvmsgr_protocol import Reason
 
 FAILURE = Failure(Reason.engine, "the engine said so", 3, 10)
 OTHER = Failure(Reason.timeout, "too late", 4, 10)
+PREEMPTED = Failure(Reason.preempted, "the pages are needed", 2, 10)
 
 EXAMPLES: dict[type, object] = {
     leg.PeerLive: leg.PeerLive(),
@@ -19,24 +20,27 @@ EXAMPLES: dict[type, object] = {
     leg.AllPosted: leg.AllPosted(10),
     leg.Drained: leg.Drained(5),
     leg.PeerGaveUp: leg.PeerGaveUp(FAILURE),
+    leg.PeerRestarted: leg.PeerRestarted(PREEMPTED),
     leg.PeerLost: leg.PeerLost(FAILURE),
     leg.CountEqual: leg.CountEqual(),
     leg.Fenced: leg.Fenced(),
     leg.AttemptReady: leg.AttemptReady(),
     leg.AttemptFailed: leg.AttemptFailed(OTHER),
-    fetch.RowsCounted: fetch.RowsCounted(10),
-    fetch.CountOverflowed: fetch.CountOverflowed(11),
-    fetch.CountStalled: fetch.CountStalled(9, 10),
-    fetch.LegFailed: fetch.LegFailed(FAILURE),
-    fetch.TimeExpired: fetch.TimeExpired(9, 1.5),
-    fetch.Cancelled: fetch.Cancelled(9, "nobody waits for it"),
-    fetch.Closed: fetch.Closed(9),
-    fetch.LegsClean: fetch.LegsClean(),
+    attempt.RowsCounted: attempt.RowsCounted(10),
+    attempt.CountOverflowed: attempt.CountOverflowed(11),
+    attempt.CountStalled: attempt.CountStalled(9, 10),
+    attempt.LegFailed: attempt.LegFailed(FAILURE),
+    attempt.LegRestarted: attempt.LegRestarted(PREEMPTED),
+    attempt.TimeExpired: attempt.TimeExpired(9, 1.5),
+    attempt.Cancelled: attempt.Cancelled(9, "nobody waits for it"),
+    attempt.Closed: attempt.Closed(9),
+    attempt.LegsClean: attempt.LegsClean(),
     serve.EngineAccepted: serve.EngineAccepted(),
     serve.EngineDeclined: serve.EngineDeclined(Failure(Reason.refused, "no")),
     serve.WritesCompleted: serve.WritesCompleted(10),
     serve.ReadsEnded: serve.ReadsEnded(5),
     serve.Failed: serve.Failed(FAILURE),
+    serve.Preempted: serve.Preempted(PREEMPTED),
     serve.NeverAnswered: serve.NeverAnswered(OTHER),
     serve.PeerEnded: serve.PeerEnded(OTHER),
     serve.DecoderFinished: serve.DecoderFinished(),
@@ -57,7 +61,7 @@ EXAMPLES: dict[type, object] = {
 def new_machines() -> dict[type[Machine], Machine]:
     return {
         leg.Leg: leg.Leg("r1 at p"),
-        fetch.Fetch: fetch.Fetch("r1", 10),
+        attempt.Attempt: attempt.Attempt("r1", 10),
         serve.Serve: serve.Serve("r1"),
         peer.Peer: peer.Peer("p"),
         rotation.Rotation: rotation.Rotation("n"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,6 +14,7 @@ from kvmsgr.core.leg import (
     AttemptFailed,
     AttemptReady,
     AwaitCount,
+    AwaitDrained,
     CheckCount,
     CountEqual,
     Declined,
@@ -24,13 +26,15 @@ from kvmsgr.core.leg import (
     PeerGaveUp,
     PeerLive,
     PeerLost,
+    PeerRestarted,
+    RestartAttempt,
     SendDispatch,
     SendEnd,
     SendFinished,
 )
 from kvmsgr_protocol import Reason
 
-from .machines import EXAMPLES, FAILURE, events_of
+from .machines import EXAMPLES, FAILURE, PREEMPTED, events_of
 
 
 def fed(*events: object) -> tuple[Leg, list[object]]:
@@ -90,11 +94,35 @@ def test_a_failure_elsewhere_is_told_to_a_peer_that_works_on_it() -> None:
 
 
 def test_a_peer_that_failed_is_not_told_so_again() -> None:
-    for gone in (PeerGaveUp(FAILURE), PeerLost(FAILURE)):
+    for gone, owed in ((PeerGaveUp(FAILURE), [AwaitDrained()]), (PeerLost(FAILURE), [])):
         leg, effects = fed(PeerLive(), Accepted(), gone)
-        assert effects == [FailAttempt(FAILURE)]
+        assert effects == [FailAttempt(FAILURE), *owed]
         assert leg.feed(AttemptFailed(FAILURE)) == []
         assert leg.state not in CLEAN
+
+
+def test_a_peer_that_took_its_pages_back_ends_the_attempt_and_must_say_what_it_posted() -> None:
+    leg, effects = fed(PeerLive(), Accepted(), PeerRestarted(PREEMPTED))
+    assert effects == [RestartAttempt(PREEMPTED), AwaitDrained()]
+    assert leg.feed(AttemptFailed(PREEMPTED)) == []
+    assert leg.state not in CLEAN
+    leg.feed(Drained(5))
+    leg.feed(CountEqual())
+    assert leg.state is LegState.drained
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        [Accepted(), PeerRestarted(PREEMPTED)],
+        [Accepted(), PeerRestarted(PREEMPTED), Drained(5)],
+        [Accepted(), PeerRestarted(PREEMPTED), Drained(5), CountEqual()],
+        [AttemptFailed(PREEMPTED), Declined(Failure(Reason.preempted, "not any more"))],
+    ],
+)
+def test_a_peer_that_is_lost_before_the_next_attempt_fails_the_request(before: list[object]) -> None:
+    _, effects = fed(PeerLive(), *before, PeerLost(FAILURE))
+    assert effects == [FailAttempt(FAILURE)]
 
 
 def test_drained_alone_proves_nothing() -> None:

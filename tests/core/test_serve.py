@@ -16,12 +16,14 @@ from kvmsgr.core.serve import (
     Forget,
     NeverAnswered,
     PeerEnded,
+    Preempted,
     ReadsEnded,
     ReleasePages,
     SendAccept,
     SendDecline,
     SendDrained,
     SendFailure,
+    SendRestarted,
     SendSent,
     Serve,
     ServeState,
@@ -31,7 +33,7 @@ from kvmsgr.core.serve import (
 )
 from kvmsgr_protocol import Reason
 
-from .machines import EXAMPLES, FAILURE, OTHER, events_of
+from .machines import EXAMPLES, FAILURE, OTHER, PREEMPTED, events_of
 
 
 def test_a_whole_life() -> None:
@@ -68,6 +70,25 @@ def test_pages_are_held_until_the_last_read_of_them_ends(event: object, told: bo
     assert StopWrites() in effects
     assert not any(isinstance(effect, ReleasePages) for effect in effects)
     assert serve.feed(ReadsEnded(5)) == [SendDrained(5), ReleasePages(5), Forget()]
+
+
+def test_a_preempted_request_is_told_as_such_and_its_reads_are_waited_for() -> None:
+    serve = Serve("r")
+    serve.feed(EngineAccepted())
+    assert serve.feed(Preempted(PREEMPTED)) == [SendRestarted(), SettleOutcome(PREEMPTED), StopWrites()]
+    assert serve.feed(Preempted(PREEMPTED)) == []
+    assert serve.feed(ReadsEnded(5)) == [SendDrained(5), ReleasePages(5), Forget()]
+    assert serve.feed(Preempted(PREEMPTED)) == []
+
+
+@pytest.mark.parametrize("event", [WritesCompleted(10), DecoderFinished()])
+def test_what_the_decoder_has_is_not_preempted(event: object) -> None:
+    serve = Serve("r")
+    serve.feed(EngineAccepted())
+    serve.feed(event)
+    state = serve.state
+    assert serve.feed(Preempted(PREEMPTED)) == []
+    assert serve.state is state
 
 
 def test_an_engine_that_declines_reads_nothing() -> None:

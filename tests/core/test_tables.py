@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from kvmsgr.core import fetch, leg, peer, rotation, serve
+from kvmsgr.core import attempt, leg, peer, rotation, serve
 from kvmsgr.core.machine import Machine
 from kvmsgr.errors import LocalProtocolError
 
 from .machines import EXAMPLES, events_of, new_machines, states_of
 
-KINDS = [leg.Leg, fetch.Fetch, serve.Serve, peer.Peer, rotation.Rotation]
+KINDS = [leg.Leg, attempt.Attempt, serve.Serve, peer.Peer, rotation.Rotation]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -18,7 +18,7 @@ import pytest
 
 import kvmsgr
 from kvmsgr import Descriptor, Span
-from kvmsgr.core.fetch import FetchState
+from kvmsgr.core.attempt import AttemptState
 from kvmsgr.core.leg import LegState
 from kvmsgr.errors import RequestCancelledError
 from kvmsgr.fabric import leftovers
@@ -89,7 +89,7 @@ async def cancel_one(messenger: kvmsgr.Messenger, caches: Sequence[TestCache], s
     will_be_posted = (num_tokens - 1 - in_last_chunk) * LAYERS + in_last_chunk * last_bumps
     will_be_posted *= 2 * HEADS * len(caches)
     enough = 0 if held else rng.randint(0, will_be_posted)
-    leg = next(iter(fetch._legs.values()))
+    leg = next(iter(fetch._attempt.legs.values()))
     await until(lambda: leg.state is not LegState.waiting, "it was dispatched")
     for _ in range(rng.randint(0, 20)):
         await asyncio.sleep(0)
@@ -97,14 +97,14 @@ async def cancel_one(messenger: kvmsgr.Messenger, caches: Sequence[TestCache], s
         lambda: fetch.done or fetch.rows_landed >= enough or leg.state is LegState.sent, f"{enough} rows landed"
     )
     fetch.cancel("the client left")
-    if fetch._machine.state is not FetchState.ready:
+    if fetch._attempt.state is not AttemptState.ready:
         with pytest.raises(RequestCancelledError):
             await within(fetch)
     owner = asyncio.create_task(next_owner(fetch, caches, pages))
     if held:
         said = "the prefiller said how much it has posted"
         await until(lambda: owner.done() or leg.state is not LegState.draining, f"seed {seed}: {said}")
-        landed = state.slot_rows(*next(iter(fetch.slots.values())))
+        landed = state.slot_rows(*next(iter(fetch._attempt.slots.values())))
         if leg.state is LegState.counting:
             assert fetch.quarantine is not None
             assert f"{landed} of the {leg.rows_posted} rows" in fetch.quarantine

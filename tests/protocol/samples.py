@@ -103,7 +103,7 @@ MESSAGES: list[wire.Message] = [
     wire.Rotate([wire.RankFabric(0, [ENDPOINT])]),
     wire.Rotated([wire.SlotRows(16383, 15, 90)]),
     wire.Resume(),
-    wire.Restarted("r1", 7, 8),
+    wire.Restarted("r1", 7),
     wire.Unknown("r1", 7),
     wire.Goodbye(Reason.closed, "shutting down"),
     wire.Attach([shard(0), shard(1)], 0.5, 2.0),

@@ -136,6 +136,9 @@ class Script:
                 (await self._asked()).busy("not now", more["retry_after_s"])
             case "fail":
                 (await self._asked()).fail("out of memory")
+            case "preempt":
+                request, self._request = await self._asked(), None
+                assert await within(request.preempt()) == 0
             case "fetch":
                 ask = (more["request_id"], more["num_tokens"], more["pages"], more.get("ranks"))
                 self._fetch = self._nodes.fetch(*ask, self._wire.sources)
@@ -201,7 +204,7 @@ async def live(nodes: Nodes, implementation: str) -> AsyncIterator[Wire]:
     for request in requests:
         request.accept()
     name = nodes.prefillers[0].node.config.name
-    (source,) = (peer for peer in fetch.slots if peer.name == name)
+    (source,) = (peer for peer in fetch._attempt.slots if peer.name == name)
     peer = source if implementation == "prefiller" else requests[0].peer
     assert peer._connection is not None
     yield Tap(peer._connection, peer)

@@ -102,8 +102,9 @@ async def test_one_leg_too_many_and_another_too_few_is_no_success() -> None:
             )
             missing = expected - state.attempt_rows(wrong.attempt)
             assert missing > 0
-            state.land(immediate.base(*next(iter(wrong.slots.values()))) | (missing - 1))  # as of the other source
-            wrong.rows_counted(expected)
+            slot = next(iter(wrong._attempt.slots.values()))
+            state.land(immediate.base(*slot) | (missing - 1))  # as of the other source
+            wrong._attempt.rows_counted(expected)
             with pytest.raises(CountOverflowError, match="do not add up"):
                 await within(wrong)
             await within(wrong.released())

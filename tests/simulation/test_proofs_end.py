@@ -28,7 +28,7 @@ SECONDS = 30.0  # of simulated time: far more than any timer
 
 
 def leg_of(fetch: kvmsgr.Fetch) -> str:
-    return str(next(iter(fetch._legs.values())).state)
+    return str(next(iter(fetch._attempt.legs.values())).state)
 
 
 def peer_of(engine: Engine, name: str) -> PeerDriver:

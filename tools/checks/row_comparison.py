@@ -11,7 +11,7 @@ import sys
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 
-MODULE = "kvmsgr.runtime.fetch"
+MODULE = "kvmsgr.runtime.attempt"
 COMPARISON = "        if landed == rows:\n"
 TEST = "tests/lost/test_cancel.py"
 SYMPTOM = "after its pages were free"

@@ -8,8 +8,9 @@ A step is one of
     {"engine": WORD, ...}   its engine does this
     {"closed": true}        it closes the connection
 `begins` says where: "connected", before either Hello; "dialled", likewise, and it is the implementation that dials;
-"live", after both Attach. `cache` is one of `caches` in `setup`. What `needs` a capability is for implementations that
-have it. `attempt` 1001 stands for the number that the implementation chose, where it is the decoder.
+"live", after both Attach. `cache` is one of `caches` in `setup`. What `needs` "rotate" is for implementations that have
+this capability, what `needs` "restart" for decoders that dispatch again by themselves. Where the implementation is the
+decoder, `attempt` 1001 stands for the number that it chose in its last Dispatch.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from msgspec.structs import replace
 import kvmsgr_protocol as wire
 from kvmsgr_protocol import Reason
 from tests.protocol.samples import group
-from tools.specification import several
+from tools.specification import restarts, several
 from tools.specification.script import (
     ACCEPTED,
     BROKEN,
@@ -268,6 +269,9 @@ def dialogues() -> list[dict[str, Any]]:
         (_about("live", "prefiller", "two stages"), several.stage_of_a_prefiller()),
         (_about("live", "decoder", "two stages"), several.legs_of_a_decoder()),
         (_about("live", "prefiller", "two ranks", needs="rotate"), several.rotations()),
+        (_about("live", "prefiller", "one rank"), restarts.prefiller()),
+        (_about("live", "decoder", "one rank", needs="restart"), restarts.decoder()),
+        (_about("live", "decoder", "two stages", needs="restart"), restarts.decoder_with_two_legs()),
     ]
     return [{"name": name, **about, "steps": steps} for about, made in groups for name, steps in made.items()]
 

@@ -49,7 +49,9 @@ FACTS: Final = {
     wire.Rotated: Fact(BOTH, "after Rotate, once", "Resume"),
     wire.Resume: Fact(BOTH, "after Rotated, once", "none"),
     wire.Restarted: Fact(
-        PREFILLER, "after Accept; Drained of the old attempt follows", "a Dispatch of the new attempt"
+        PREFILLER,
+        "after Accept and before Sent; Drained of the attempt follows",
+        "none; maybe a Dispatch of a new attempt, once this one is proven ended",
     ),
     wire.Unknown: Fact(PREFILLER, "in answer to a Cancel about a leg of which there is no record", "none"),
     wire.Goodbye: Fact(BOTH, "at any time, as the last message", "the connection is closed"),
@@ -75,6 +77,5 @@ MEANINGS: Final = {
     "SlotRows.generation": "Generation of that slot",
     "SlotRows.rows": "Rows posted so far with this slot and generation",
     "Rotated.posted": "Every leg there is a record of",
-    "Restarted.new_attempt": "Number of the attempt that takes its place",
 }
 """Meanings of fields whose struct does not describe them, by `Struct.field` or by the field alone."""
