@@ -48,6 +48,7 @@ async def running_pair(
     extra_page: bool = False,
     preempt_every: int = 0,
     half_way: Callable[[], None] | None = None,
+    prefill_preempts_every: int = 0,
 ) -> AsyncIterator[Pair]:
     """Two nodes that serve; leaving the block closes them."""
     async with (
@@ -55,7 +56,9 @@ async def running_pair(
         await opened("decode", decode, fabric) as target,
         asyncio.TaskGroup() as group,
     ):
-        prefiller = PrefillNode(prefill, source, step_tokens=step_tokens, half_way=half_way)
+        prefiller = PrefillNode(
+            prefill, source, step_tokens=step_tokens, half_way=half_way, preempt_every=prefill_preempts_every
+        )
         decoder = DecodeNode(
             decode, target, NEW_TOKENS, extra_page=extra_page, preempt_every=preempt_every, step_tokens=step_tokens
         )

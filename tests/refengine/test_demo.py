@@ -146,16 +146,16 @@ def test_two_sides_that_differ_give_the_same_bits(options: str, tmp_path: Path, 
 
 @pytest.mark.slow
 def test_prompts_asked_again_move_what_is_missing_only(tmp_path: Path) -> None:
-    options = (
-        "--model random8 --prompt-tokens 1,17,33,48 --chunk-tokens 24 --prefix-cache --repeat 2 --decode-preempt 2"
-    )
-    report = report_of(tmp_path, *options.split(), "--extra-page", "--prefill-tp", "2", "--decode-tp", "2")
+    options = "--model random8 --prompt-tokens 1,17,33,48 --chunk-tokens 24 --prefix-cache --repeat 2"
+    unsettled = "--preempt 1 --decode-preempt 2 --extra-page --decode-tp 2"
+    report = report_of(tmp_path, *options.split(), *unsettled.split())
     first, second = report["prompts"][:4], report["prompts"][:3:-1]
     a_token = 6 * 2 * 8  # layers, planes, KV heads
     assert [own["rows"] for own in first] == [0, *(num * a_token + 1 for num in (16, 32, 47))]
     assert [own["rows"] for own in second] == [0, 1, 1, 15 * a_token + 1]
     assert [own["decode_hits"] for own in second] == [0, 1, 2, 2]
     assert sum(own["preempted"] for own in report["prompts"]) == 4
+    assert [own["num_restarts"] for own in first][-1] == 1
     assert max(own["prefill_hits"] for own in second) > 0
 
 

@@ -114,3 +114,21 @@ async def test_what_a_decoder_preempts_it_computes_again_and_never_fetches_twice
     assert sum(delivery.preempted for delivery in deliveries) == 3
     assert len(pair.prefiller.outcomes) == len(PROMPTS)
     assert tiny.all_free(decode)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fabric", "prefix_cache"), [("net", False), ("shm", False), ("net", True)])
+async def test_a_prompt_whose_pages_the_prefiller_takes_back_begins_again(fabric: str, prefix_cache: bool) -> None:
+    expected = run_alone(tiny.engine(), PROMPTS, NEW_TOKENS, step_tokens=1000)
+    prefill, decode = tiny.engine(18, seed=1, prefix_cache=prefix_cache), tiny.engine(64, tiny.spec(16), seed=2)
+    async with asyncio.timeout(20), running_pair(prefill, decode, fabric, prefill_preempts_every=2) as pair:
+        deliveries = await asyncio.gather(*(pair.answer(f"prompt-{index}", own) for index, own in enumerate(PROMPTS)))
+        await pair.quiet()
+    assert all_equal(expected, deliveries)
+    restarted = {f"prompt-{index}" for index, own in enumerate(deliveries) if own.num_restarts}
+    assert {"prompt-0", "prompt-4"} <= restarted  # the two that take many steps
+    assert max(own.num_restarts for own in deliveries) == 1
+    assert all(pair.prefiller.outcomes[request].ok for request in restarted)
+    assert any(map(pair.prefiller.cached_tokens.get, restarted)) == prefix_cache
+    assert tiny.all_free(decode)
+    assert tiny.all_free(prefill)

@@ -33,6 +33,7 @@ class Delivery:
         rows: Rows that landed.
         arrived_s: From the call of `answer` until the KV was there.
         cached_tokens: Positions that were there already.
+        num_restarts: How often the prefiller took its pages back, and began again.
         preempted: Whether its pages were taken away after a few tokens, and computed again here.
     """
 
@@ -41,6 +42,7 @@ class Delivery:
     rows: int
     arrived_s: float
     cached_tokens: int
+    num_restarts: int
     preempted: bool
 
 
@@ -124,7 +126,7 @@ class DecodeNode:
             release.add_done_callback(self._releases.discard)
         answer = Answer(generation.tokens, torch.stack(generation.logits), hidden)
         num_pages = sum(len(span.pages) - self._extra_page for span in spans)
-        return Delivery(answer, num_pages, arrival.rows, arrived_s, cached_tokens, preempted)
+        return Delivery(answer, num_pages, arrival.rows, arrived_s, cached_tokens, fetch.num_restarts, preempted)
 
     async def _allocate(self, job: Job, num_tokens: int, num_computed: int = 0) -> None:
         """Give a job its pages; what of them is cached counts as computed. Raises MemoryError."""

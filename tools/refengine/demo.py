@@ -130,7 +130,12 @@ class Transfer:
 def start(children: Children, options: argparse.Namespace, plan: Plan) -> None:
     """Start the prefiller and all decoders."""
     prefiller = roles.RoleOptions(
-        plan.prefiller, options.new_tokens, options.post_at_end, options.corrupt_write, options.drop_write
+        plan.prefiller,
+        options.new_tokens,
+        options.post_at_end,
+        options.corrupt_write,
+        options.drop_write,
+        preempt_every=options.preempt,
     )
     children.start("prefill", roles.prefill, prefiller)
     decoder = roles.RoleOptions(
@@ -230,6 +235,7 @@ def compare(
                 difference=difference,
                 prefill_hits=-(-served.cached_tokens.get(request_id, 0) // source_page),
                 decode_hits=delivery.cached_tokens // target_page,
+                num_restarts=delivery.num_restarts,
                 preempted=delivery.preempted,
             )
         )

@@ -48,6 +48,7 @@ def parser(program: str, description: str | None) -> argparse.ArgumentParser:
     sides_that_cache = ("both", "prefill", "decode")
     add("--prefix-cache", choices=sides_that_cache, nargs="?", const="both", help="keep pages for prompts alike")
     add("--extra-page", action="store_true", help="name a page too many to the messenger; nobody may write to it")
+    add("--preempt", type=positive, default=0, metavar="N", help="every N steps prefill takes a running prompt's pages")
     add("--decode-preempt", type=positive, default=0, metavar="N", help="take every Nth prompt's pages away in decode")
     add("--post-at-end", action="store_true", help="send a prompt's pages only when all of it is computed")
     add("--corrupt-write", type=positive, metavar="N", help="flip a byte in the Nth write; the demo must notice")
@@ -167,7 +168,8 @@ def make_plan(options: argparse.Namespace, config: ModelConfig, prompts: Sequenc
             name="prefill",
             spec=prefiller,
             num_pages=tuple(max(max(pages), sum(pages) // 2) for pages in sources),
-            num_requests=len(prompts) * num_at_once * len(names),
+            # a request that was preempted may come back before the slot that it had is free
+            num_requests=len(prompts) * num_at_once * len(names) + bool(options.preempt),
             seed=options.seed + 1,
             prefix_cache=options.prefix_cache in ("both", "prefill"),
             **common,

@@ -33,6 +33,8 @@ class PrefillNode:
         before_last_signal: Called in the model's thread with a request's id, just before the last layer of its last
             chunk is signalled.
         half_way: Called in the model's thread in the middle of every step.
+        preempt_every: After so many steps the request that came last of those that run gives its pages back, once each;
+            0: never.
     """
 
     def __init__(
@@ -46,10 +48,13 @@ class PrefillNode:
         post_at_end: bool = False,
         before_last_signal: Callable[[str], None] = ignore,
         half_way: Callable[[], None] | None = None,
+        preempt_every: int = 0,
     ) -> None:
         self._engine, self._messenger = engine, messenger
         self._post_at_end = post_at_end
         self._before_last_signal, self._half_way = before_last_signal, half_way
+        self._preempt_every, self._num_steps = preempt_every, 0
+        self._preempted: set[str] = set()
         self._scheduler = PrefillScheduler(
             step_tokens,
             max_running,
@@ -86,6 +91,7 @@ class PrefillNode:
                     request.request_id, prompt, keys=self._engine.keys(prompt), wants_hidden=request.wants_context
                 )
                 self._requests[job] = request
+                self.cached_tokens[job.request_id] = 0  # it may have been here before, and preempted
                 request.accept()
                 if job.num_prefill:
                     self._scheduler.add(job)
@@ -120,8 +126,19 @@ class PrefillNode:
                     pieces = await loop.run_in_executor(thread, self._scheduler.next_step)  # it may poison pages
                     if pieces:
                         await loop.run_in_executor(thread, self._run_step, pieces)
+                        await self._preempt()
                 if not pieces:
                     await self._work.wait()
+
+    async def _preempt(self) -> None:
+        """Take back the pages of a request, as if others needed them more. It comes back as a new request."""
+        self._num_steps += 1
+        running = [job for job in self._scheduler.running if job.request_id not in self._preempted]
+        if self._preempt_every and running and self._num_steps % self._preempt_every == 0:
+            victim = running[-1]
+            self._preempted.add(victim.request_id)
+            self._scheduler.drop(victim)
+            await self._requests[victim].preempt()  # `_follow` frees the pages
 
     # In the model's thread --------------------------------------------------------------------------------------------
 

@@ -13,8 +13,8 @@ LONG_TOKENS = 256  # prompts of at least this many tokens count for the overall 
 class PromptReport:
     """One prompt. `landed_early` is the share of its rows that were at the decoder before the last layer of its last
     chunk was signalled; None when it has no rows. `difference` is None when every bit is equal. `prefill_hits` and
-    `decode_hits` are pages that were found in the prefix cache of that side; `preempted` tells whether the decoder took
-    its pages away and computed them again."""
+    `decode_hits` are pages that were found in the prefix cache of that side. `num_restarts` counts how often the
+    prefiller took its pages back and began again; `preempted` tells whether the decoder did, and went on by itself."""
 
     request_id: str
     num_tokens: int
@@ -25,6 +25,7 @@ class PromptReport:
     difference: str | None
     prefill_hits: int = 0
     decode_hits: int = 0
+    num_restarts: int = 0
     preempted: bool = False
 
 
@@ -79,12 +80,15 @@ class Report:
         return "\n".join(lines)
 
     def _notes(self) -> list[str]:
-        prefill_hits, decode_hits, preempted = (
-            sum(getattr(own, name) for own in self.prompts) for name in ("prefill_hits", "decode_hits", "preempted")
+        prefill_hits, decode_hits, num_restarts, preempted = (
+            sum(getattr(own, name) for own in self.prompts)
+            for name in ("prefill_hits", "decode_hits", "num_restarts", "preempted")
         )
         notes = []
         if prefill_hits or decode_hits:
             notes.append(f"prefix hits   {prefill_hits} pages at the prefiller, {decode_hits} at the decoder")
+        if num_restarts:
+            notes.append(f"restarted     {num_restarts} times by the prefiller, which took the pages back")
         if preempted:
             notes.append(f"preempted     {preempted} prompts in decode, computed again there")
         return notes

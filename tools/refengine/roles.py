@@ -20,7 +20,8 @@ from .spec import NodeOptions
 @dataclass(frozen=True)
 class RoleOptions:
     """Options of one process. `post_at_end` and the faults are the prefiller's, which also stands still once, in the
-    middle of a step, where its node may be held; `extra_page` and `preempt_every` are a decoder's."""
+    middle of a step, where its node may be held; `extra_page` is a decoder's. `preempt_every` counts the steps of a
+    prefiller, the requests of a decoder."""
 
     node: NodeOptions
     new_tokens: int
@@ -122,6 +123,7 @@ async def serve(channel: Channel, options: RoleOptions, node: Node) -> None:
         node.workers,
         step_tokens=options.node.step_tokens,
         post_at_end=options.post_at_end,
+        preempt_every=options.preempt_every,
         before_last_signal=look,
         half_way=lambda: hold.stand_still(node.engine.config.num_layers, prefiller.num_alive),
     )

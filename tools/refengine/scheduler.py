@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 
@@ -155,6 +155,11 @@ class PrefillScheduler:
             self._waiting.remove(job)
         if job in self._running:
             self._running.remove(job)
+
+    @property
+    def running(self) -> Sequence[Job]:
+        """Jobs that have pages and are not computed to their end, in the order in which they came."""
+        return self._running
 
     def next_step(self) -> list[Piece]:
         """The pieces of the next step; empty when nothing can run. They count as computed from now on."""
