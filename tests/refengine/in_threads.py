@@ -49,6 +49,9 @@ class ThreadRanks:
         for caches in self.caches:
             caches[group].poison(pages)
 
+    def is_poisoned(self, group: int, pages: Sequence[int]) -> bool:
+        return all(caches[group].is_poisoned(pages) for caches in self.caches)
+
     def close(self) -> None:
         for peers in self.sockets:
             for peer in peers.values():

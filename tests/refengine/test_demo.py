@@ -16,7 +16,7 @@ import pytest
 
 from tools.refengine import demo as demo_module
 from tools.refengine import matrix, prompts
-from tools.refengine.models import RANDOM8
+from tools.refengine.models import RANDOM8, load
 from tools.refengine.options import make_plan, parse
 from tools.refengine.report import PromptReport, Report
 
@@ -144,6 +144,21 @@ def test_two_sides_that_differ_give_the_same_bits(options: str, tmp_path: Path, 
     assert min(early) > 0.3  # the ranks of several processes too push layers while they compute
 
 
+@pytest.mark.slow
+def test_prompts_asked_again_move_what_is_missing_only(tmp_path: Path) -> None:
+    options = "--model random8 --prompt-tokens 1,17,33,48 --chunk-tokens 24 --prefix-cache --repeat 2"
+    unsettled = "--preempt 1 --decode-preempt 2 --extra-page --decode-tp 2"
+    report = report_of(tmp_path, *options.split(), *unsettled.split())
+    first, second = report["prompts"][:4], report["prompts"][:3:-1]
+    a_token = 6 * 2 * 8  # layers, planes, KV heads
+    assert [own["rows"] for own in first] == [0, *(num * a_token + 1 for num in (16, 32, 47))]
+    assert [own["rows"] for own in second] == [0, 1, 1, 15 * a_token + 1]
+    assert [own["decode_hits"] for own in second] == [0, 1, 2, 2]
+    assert sum(own["preempted"] for own in report["prompts"]) == 4
+    assert [own["num_restarts"] for own in first][-1] == 1
+    assert max(own["prefill_hits"] for own in second) > 0
+
+
 def test_each_side_has_its_own_pages_layout_and_ranks() -> None:
     arguments = "--model random8 --prefill-tp 4 --page-tokens 16:32 --layout nhd:hnd --groups 2 --decoders 2"
     options = parse([*arguments.split(), "--new-tokens", "9"])
@@ -154,10 +169,48 @@ def test_each_side_has_its_own_pages_layout_and_ranks() -> None:
     assert [group.page_tokens for group in plan.decoder.spec.groups] == [32, 16]
     assert plan.prefiller.num_pages == (13, 26)  # of the longer prompt; both together have more
     assert plan.decoder.num_pages == (7 + 2, 14 - 8 + 3)  # of the window: positions 136 to 210, 0 to 42
-    assert list(plan.prompts["decode-1"]) == ["prompt-0-decode-1", "prompt-1-decode-1"]
+    assert [list(own) for own in plan.rounds["decode-1"]] == [["prompt-0-decode-1", "prompt-1-decode-1"]]
+
+
+def test_rounds_are_asked_in_turn_or_at_once() -> None:
+    prompts = [[5] * 33, [6] * 49]
+    in_turn = make_plan(parse(["--repeat", "3", "--prefix-cache", "decode"]), RANDOM8, prompts)
+    assert [list(own) for own in in_turn.rounds["decode"]] == [
+        ["prompt-0", "prompt-1"],
+        ["prompt-1-again-1", "prompt-0-again-1"],
+        ["prompt-0-again-2", "prompt-1-again-2"],
+    ]
+    assert (in_turn.prefiller.prefix_cache, in_turn.decoder.prefix_cache) == (False, True)
+    at_once = make_plan(parse(["--repeat", "2", "--at-once"]), RANDOM8, prompts)
+    assert [len(own) for own in at_once.rounds["decode"]] == [4]
+    assert at_once.decoder.num_requests == 2 * in_turn.decoder.num_requests == 4
+    assert at_once.decoder.num_pages[0] == 2 * in_turn.decoder.num_pages[0]
+
+
+def test_a_decoder_has_pages_for_what_it_computes_again_and_for_extra_ones() -> None:
+    def num_pages(*arguments: str) -> tuple[int, ...]:
+        options = parse(["--groups", "2", "--new-tokens", "4", *arguments])
+        return make_plan(options, RANDOM8, [[5] * 200]).decoder.num_pages
+
+    assert num_pages() == (13, 26 - 16)  # the window begins at position 135
+    assert num_pages("--decode-preempt", "1") == (13, 26)
+    assert num_pages("--extra-page") == (14, 27 - 16)
+
+
+def test_built_in_prompts_are_cut_or_repeated_to_a_length() -> None:
+    assert prompts.of_length([1, 2, 3], 2) == [2, 3]
+    assert prompts.of_length([1, 2, 3], 7) == [3, 1, 2, 3, 1, 2, 3]
+    found = demo_module.read_prompts(parse(["--model", "random8", "--prompt-tokens", "1,15,900"]), load("random8"))
+    assert [len(prompt) for prompt in found] == [1, 15, 900]
 
 
 def test_options_that_do_not_fit_together_name_both(capsys: pytest.CaptureFixture[str]) -> None:
+    assert demo_module.main(["--model", "random8", "--prefix-cache", "--groups", "2"]) == 2
+    assert "--prefix-cache does not fit --groups 2: group 'window' has a window" in capsys.readouterr().err
+    for alone in (["--at-once"], ["--prompt-tokens", "3", "--prompt-file", "some.txt"]):
+        with pytest.raises(SystemExit, match="2"):
+            parse(alone)
+        assert alone[0] in capsys.readouterr().err
     assert demo_module.main(["--model", "random8", "--decode-tp", "3"]) == 2
     assert "--decode-tp 3 does not fit --model random8: 8 KV heads" in capsys.readouterr().err
     for wrong in (["--page-tokens", "16:24"], ["--layout", "hnd:nhd:hnd"], ["--layout", "dhn"]):
@@ -175,6 +228,11 @@ def test_the_matrix_has_every_promised_cell(capsys: pytest.CaptureFixture[str]) 
     assert {cell.page_tokens for cell in cells} >= {(16, 32), (32, 16)}
     assert {2} <= {cell.groups for cell in cells}
     assert 3 in {cell.decoders for cell in cells}
+    assert matrix.main(["--list", "--edges"]) == 0
+    edges = [parse(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert {cell.chunk_tokens for cell in edges} == {1, 8, 16, 24}
+    assert {tuple(cell.prompt_tokens) for cell in edges} == {(1, 15, 16, 17, 48)}
+    assert all(cell.extra_page for cell in edges)
 
 
 def test_wrong_usage_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ def make_jobs(lengths: list[int]) -> list[Job]:
 
 @given(
     lengths=st.lists(st.integers(2, 90), min_size=1, max_size=8),
-    step_tokens=st.integers(3, 70),
+    step_tokens=st.integers(1, 70),
     max_running=st.integers(1, 3),
 )
 def test_every_position_but_the_last_is_computed_once_and_in_order(
@@ -42,8 +42,8 @@ def test_prompts_share_a_step_and_pass_on_what_they_cannot_use() -> None:
     for job in make_jobs([6, 101, 101]):
         scheduler.add(job)
     first, second = scheduler.next_step(), scheduler.next_step()
-    assert [(piece.start, piece.stop) for piece in first] == [(0, 5), (0, 29), (0, 30)]
-    assert [(piece.start, piece.stop) for piece in second] == [(29, 61), (30, 62)]
+    assert [(piece.start, piece.stop) for piece in first] == [(0, 5), (0, 30), (0, 29)]
+    assert [(piece.start, piece.stop) for piece in second] == [(30, 62), (29, 61)]
 
 
 def test_a_prompt_waits_for_its_pages_and_for_those_before_it() -> None:
@@ -75,6 +75,16 @@ def test_a_prompt_of_one_token_has_nothing_to_prefill() -> None:
         PrefillScheduler(8, 1, lambda job: []).add(Job("short", [0]))
 
 
-def test_a_budget_smaller_than_the_number_of_prompts_is_refused() -> None:
-    with pytest.raises(ValueError, match="2 tokens cannot be shared by 3"):
-        PrefillScheduler(2, 3, lambda job: [])
+def test_a_budget_smaller_than_the_number_of_prompts_goes_to_the_first() -> None:
+    scheduler = PrefillScheduler(1, 3, lambda job: [])
+    jobs = make_jobs([3, 2, 2])
+    for job in jobs:
+        scheduler.add(job)
+    assert [[piece.job for piece in scheduler.next_step()] for _ in range(5)] == [[own] for own in jobs[:1] + jobs] + [
+        []
+    ]
+
+
+def test_a_step_that_computes_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="a step of 0 tokens"):
+        PrefillScheduler(0, 3, lambda job: [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from tokenizers import Tokenizer, models
 
 from tools.refengine.engine import Engine, local_engine
@@ -33,10 +34,20 @@ def spec(
     return CacheSpec(make_groups(CONFIG, page_tokens, num_groups), layout, latent, num_ranks)
 
 
-def engine(num_pages: int = 128, own_spec: CacheSpec | None = None, seed: int = 0) -> Engine:
+def engine(
+    num_pages: int = 128, own_spec: CacheSpec | None = None, seed: int = 0, *, prefix_cache: bool = False
+) -> Engine:
     own_spec = own_spec or spec()
-    return local_engine(checkpoint(), own_spec, [num_pages] * len(own_spec.groups), seed)
+    return local_engine(checkpoint(), own_spec, [num_pages] * len(own_spec.groups), seed, prefix_cache=prefix_cache)
+
+
+def prompt(num_tokens: int, seed: int = 0) -> list[int]:
+    """Random tokens; a longer prompt does not begin like a shorter one."""
+    generator = torch.Generator().manual_seed(1000 * seed + num_tokens)
+    tokens: list[int] = torch.randint(3, CONFIG.vocab, (num_tokens,), generator=generator).tolist()
+    return tokens
 
 
 def all_free(engine: Engine) -> bool:
-    return all(pool.num_free == pool.num_pages for pool in engine.pools)
+    """Whether nobody holds a page."""
+    return engine.num_free == [pool.num_pages for pool in engine.pools]

@@ -68,6 +68,10 @@ class PagedCache:
         """Nobody may read these pages any more, nor write to them until they are handed out again."""
         self.tensor[:, list(pages)] = torch.nan
 
+    def is_poisoned(self, pages: Sequence[int]) -> bool:
+        """Whether nobody wrote to these pages since."""
+        return bool(self.tensor[:, list(pages)].isnan().all())
+
     def write(self, layer: int, pages: Tensor, offsets: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store keys and values [stored heads, rows, dim] of a layer (counted within the group) at
         (pages[row], offsets[row])."""

@@ -41,9 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"tools/demo: cannot write {options.json}: no such folder, or not writable", file=sys.stderr)
         return 2
     try:
-        questions = texts.from_file(options.prompt_file) if options.prompt_file else texts.built_in(options.prompts)
         checkpoint = load(options.model)
-        prompts = [checkpoint.encode_chat(text) for text in questions]
+        prompts = read_prompts(options, checkpoint)
         check_lengths(prompts, options.new_tokens)
         plan = make_plan(options, checkpoint.config, prompts)
     except (OSError, ValueError) as error:
@@ -71,6 +70,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         report.write_json(options.json)
     return 0 if report.ok else 1
+
+
+def read_prompts(options: argparse.Namespace, checkpoint: Checkpoint) -> list[list[int]]:
+    """The prompts that the options name. Raises OSError or ValueError where a file of them cannot be read."""
+    if options.prompt_file:
+        return [checkpoint.encode_chat(text) for text in texts.from_file(options.prompt_file)]
+    lengths = options.prompt_tokens
+    prompts = [checkpoint.encode_chat(text) for text in texts.built_in(len(lengths) if lengths else options.prompts)]
+    if not lengths:
+        return prompts
+    return [texts.of_length(prompt, num_tokens) for prompt, num_tokens in zip(prompts, lengths, strict=True)]
 
 
 def end_in_order(limit_s: float) -> None:
@@ -105,7 +115,7 @@ def run(
         transfer = serve(children, options, plan)
     print("computing the same in one process", flush=True)
     expected = compute_alone(options, checkpoint, prompts)
-    return compare(checkpoint, plan, transfer, expected, bitwise=instability is None)
+    return compare(checkpoint, plan, transfer, prompts, expected, bitwise=instability is None)
 
 
 @dataclass(frozen=True)
@@ -120,28 +130,38 @@ class Transfer:
 def start(children: Children, options: argparse.Namespace, plan: Plan) -> None:
     """Start the prefiller and all decoders."""
     prefiller = roles.RoleOptions(
-        plan.prefiller, options.new_tokens, options.post_at_end, options.corrupt_write, options.drop_write
+        plan.prefiller,
+        options.new_tokens,
+        options.post_at_end,
+        options.corrupt_write,
+        options.drop_write,
+        preempt_every=options.preempt,
     )
     children.start("prefill", roles.prefill, prefiller)
-    for name in plan.prompts:
-        children.start(name, roles.decode, roles.RoleOptions(replace(plan.decoder, name=name), options.new_tokens))
+    decoder = roles.RoleOptions(
+        plan.decoder, options.new_tokens, extra_page=options.extra_page, preempt_every=options.decode_preempt
+    )
+    for name in plan.rounds:
+        children.start(name, roles.decode, replace(decoder, node=replace(plan.decoder, name=name)))
 
 
 def serve(children: Children, options: argparse.Namespace, plan: Plan) -> Transfer:
-    """Let the decoders answer all prompts at once."""
+    """Let the decoders answer all prompts."""
     prefiller: roles.Ready = children.receive("prefill")
-    decoders: dict[str, roles.Ready] = {name: children.receive(name) for name in plan.prompts}
-    state_paths = {request: decoders[name].state_path for name, own in plan.prompts.items() for request in own}
+    decoders: dict[str, roles.Ready] = {name: children.receive(name) for name in plan.rounds}
+    state_paths = {
+        request: decoders[name].state_path for name, rounds in plan.rounds.items() for own in rounds for request in own
+    }
     print(f"moving the KV of {len(state_paths)} prompts over {prefiller.fabric}", flush=True)
     started = time.monotonic()
     try:
         children.send("prefill", roles.Serve(state_paths))
-        for name, prompts in plan.prompts.items():
-            children.send(name, roles.Generate(prefiller.descriptor, prompts))
+        for name, rounds in plan.rounds.items():
+            children.send(name, roles.Generate(prefiller.descriptor, rounds))
         if options.hold:
             show_held(children, prefiller, list(decoders.values()), options.hold)
         deliveries: dict[str, Delivery] = {}
-        for name in plan.prompts:
+        for name in plan.rounds:
             deliveries |= children.receive(name)
         children.send("prefill", roles.Stop())
         served: roles.Served = children.receive("prefill")
@@ -185,29 +205,40 @@ def compute_alone(options: argparse.Namespace, checkpoint: Checkpoint, prompts: 
 
 
 def compare(
-    checkpoint: Checkpoint, plan: Plan, transfer: Transfer, expected: Sequence[Answer], *, bitwise: bool
+    checkpoint: Checkpoint,
+    plan: Plan,
+    transfer: Transfer,
+    prompts: Sequence[list[int]],
+    expected: Sequence[Answer],
+    *,
+    bitwise: bool,
 ) -> Report:
-    """Compare what each decoder answered with the oracle."""
-    lines = []
-    for prompts in plan.prompts.values():
-        for (request_id, prompt), answer in zip(prompts.items(), expected, strict=True):
-            delivery = transfer.deliveries[request_id]
-            found = delivery.answer
-            difference = difference_of(answer, found)
-            if not bitwise:
-                difference = None if answer.tokens == found.tokens else "tokens differ"
-            landed = transfer.served.landed.get(request_id, 0)
-            lines.append(
-                PromptReport(
-                    request_id=request_id,
-                    num_tokens=len(prompt),
-                    text=checkpoint.tokenizer.decode(found.tokens),
-                    num_pages=delivery.num_pages,
-                    rows=delivery.rows,
-                    landed_early=landed / delivery.rows if delivery.rows else None,
-                    difference=difference,
-                )
+    """Compare what each decoder answered, each time it was asked, with the oracle."""
+    answers = {tuple(prompt): answer for prompt, answer in zip(prompts, expected, strict=True)}
+    asked = {request: prompt for rounds in plan.rounds.values() for own in rounds for request, prompt in own.items()}
+    source_page, target_page = (node.spec.groups[0].page_tokens for node in (plan.prefiller, plan.decoder))
+    served, lines = transfer.served, []
+    for request_id, prompt in asked.items():
+        delivery, answer = transfer.deliveries[request_id], answers[tuple(prompt)]
+        difference = difference_of(answer, delivery.answer)
+        if not bitwise:
+            difference = None if answer.tokens == delivery.answer.tokens else "tokens differ"
+        landed = served.landed.get(request_id, 0)
+        lines.append(
+            PromptReport(
+                request_id=request_id,
+                num_tokens=len(prompt),
+                text=checkpoint.tokenizer.decode(delivery.answer.tokens),
+                num_pages=delivery.num_pages,
+                rows=delivery.rows,
+                landed_early=landed / delivery.rows if delivery.rows else None,
+                difference=difference,
+                prefill_hits=-(-served.cached_tokens.get(request_id, 0) // source_page),
+                decode_hits=delivery.cached_tokens // target_page,
+                num_restarts=delivery.num_restarts,
+                preempted=delivery.preempted,
             )
+        )
     return Report(
         prompts=lines,
         fabric=transfer.fabric,

@@ -13,7 +13,8 @@ from .arithmetic import KEY_BLOCK
 from .cache import PagedCache, PagePool
 from .loader import Checkpoint
 from .model import Batch, Shard, logits, only_rank
-from .scheduler import Holding, Job, Piece
+from .prefix import PrefixCache, check_groups
+from .scheduler import Hit, Holding, Job, Piece
 from .spec import CacheSpec
 
 
@@ -43,6 +44,9 @@ class Ranks(Protocol):
     def poison(self, group: int, pages: Sequence[int]) -> None:
         """Fill pages with NaN on all ranks."""
 
+    def is_poisoned(self, group: int, pages: Sequence[int]) -> bool:
+        """Whether these pages are still NaN, to the last byte, on all ranks."""
+
 
 class OnlyRank:
     """The one rank of a node that is not sharded: it runs in this process."""
@@ -67,6 +71,9 @@ class OnlyRank:
     def poison(self, group: int, pages: Sequence[int]) -> None:
         self.caches[group].poison(pages)
 
+    def is_poisoned(self, group: int, pages: Sequence[int]) -> bool:
+        return self.caches[group].is_poisoned(pages)
+
 
 @dataclass(eq=False)
 class Generation:
@@ -86,32 +93,97 @@ class Engine:
         num_pages: Pages of each group.
         ranks: What computes.
         seed: Shuffles the order in which pages are handed out.
+        prefix_cache: Keep pages that nobody holds, for prompts that begin alike.
+
+    Raises:
+        ValueError: Pages of these groups cannot be cached.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, spec: CacheSpec, num_pages: Sequence[int], ranks: Ranks, seed: int
+        self,
+        checkpoint: Checkpoint,
+        spec: CacheSpec,
+        num_pages: Sequence[int],
+        ranks: Ranks,
+        seed: int,
+        *,
+        prefix_cache: bool = False,
     ) -> None:
         self.checkpoint, self.spec, self.ranks = checkpoint, spec, ranks
         self.config = checkpoint.config
         self.pools = [PagePool(num, seed + index) for index, num in enumerate(num_pages)]
+        self._prefix = PrefixCache(spec.groups[0].page_tokens, max(group.num_ahead for group in spec.groups))
+        self._caches_prefixes = prefix_cache
+        if prefix_cache:
+            check_groups(spec.groups)
 
-    def allocate(self, num_tokens: int, num_computed: int = 0) -> list[Holding] | None:
-        """Pages in every group for the positions below `num_tokens` that are needed once `num_computed` are computed.
+    @property
+    def num_free(self) -> list[int]:
+        """Pages of each group that can be had."""
+        return [pool.num_free + self._prefix.num_idle for pool in self.pools]
+
+    def keys(self, prompt: Sequence[int]) -> list[bytes]:
+        """What the full pages of a prompt are found by; nothing without a prefix cache."""
+        return self._prefix.keys(prompt) if self._caches_prefixes else []
+
+    def allocate(self, num_tokens: int, num_computed: int = 0, keys: Sequence[bytes] = ()) -> list[Holding] | None:
+        """Pages in every group for the positions below `num_tokens` that are needed once `num_computed` are.
+
+        Args:
+            num_tokens, num_computed: Positions.
+            keys: Of the prompt's pages: the first of them that are cached are shared, others are the job's own.
 
         Returns:
             None when there are not enough free ones.
         """
-        groups = list(zip(self.spec.groups, self.pools, strict=True))
-        if any(group.num_pages(num_computed, num_tokens) > pool.num_free for group, pool in groups):
+        shared = self._prefix.find(keys)
+        for cached in shared:
+            self._prefix.hold(cached)
+        wanted = [group.num_pages(num_computed, num_tokens) - len(shared) for group in self.spec.groups]
+        if any(num > free for num, free in zip(wanted, self.num_free, strict=True)):
+            for cached in reversed(shared):
+                self._prefix.leave(cached.pages)
             return None
+        missing = max(num - pool.num_free for num, pool in zip(wanted, self.pools, strict=True))
+        evicted = [self._prefix.evict() for _ in range(missing)]
+        for index, pages in enumerate(zip(*evicted, strict=True)):
+            self._free(index, pages)
         return [
             Holding(
                 group.page_tokens,
                 group.first_needed(num_computed) // group.page_tokens,
-                pool.allocate(group.num_pages(num_computed, num_tokens)),
+                [cached.pages[index] for cached in shared] + pool.allocate(num),
             )
-            for group, pool in groups
+            for index, (group, pool, num) in enumerate(zip(self.spec.groups, self.pools, wanted, strict=True))
         ]
+
+    def share(self, job: Job) -> list[Hit]:
+        """Let the job hold what is cached of its next pages, instead of its own, which are still empty.
+
+        Returns:
+            The positions that it need not compute: they follow on those that it has.
+        """
+        page_tokens, hits = self._prefix.page_tokens, list[Hit]()
+        first, inside = divmod(job.num_computed, page_tokens)
+        for index, cached in enumerate(self._prefix.find([] if inside else job.keys[first:]), first):
+            own = tuple(held.pages[index] for held in job.held)
+            if own != cached.pages:
+                self._prefix.hold(cached)
+                for group, held in enumerate(job.held):
+                    held.pages[index] = cached.pages[group]
+                    self._free(group, [own[group]])
+            start, stop = index * page_tokens, (index + 1) * page_tokens
+            if hits and hits[-1].step == cached.step:
+                start = hits.pop().start
+            hits.append(Hit(start, stop, cached.step))
+        return hits
+
+    def keep(self, job: Job, start: int, stop: int, step: int = 0) -> None:
+        """Cache the full pages that end in the positions [start, stop) of a job, which the step of this number
+        computes."""
+        page_tokens = self._prefix.page_tokens
+        for index in range(start // page_tokens, min(stop // page_tokens, len(job.keys))):
+            self._prefix.keep(job.keys[index], tuple(held.pages[index] for held in job.held), step)
 
     def slide(self, job: Job, num_computed: int) -> None:
         """Give back the pages that no window reaches any more."""
@@ -119,7 +191,12 @@ class Engine:
             self._free(index, held.take_before(group.first_needed(num_computed)))
 
     def release(self, job: Job) -> None:
-        """Give back all pages of a job, poisoned."""
+        """Give back all pages of a job. Those that are not cached are poisoned; the others when they are evicted."""
+        first_group = job.held[0].pages if job.held else []
+        for index in reversed(range(min(len(job.keys), len(first_group)))):
+            if self._prefix.leave(tuple(held.pages[index] for held in job.held)):
+                for held in job.held:
+                    del held.pages[index]
         for index, held in enumerate(job.held):
             self._free(index, held.pages)
         job.held = []
@@ -193,6 +270,9 @@ def page_table(held: Sequence[Holding], key_start: int, num_tokens: int) -> Tens
     return table
 
 
-def local_engine(checkpoint: Checkpoint, spec: CacheSpec, num_pages: Sequence[int], seed: int) -> Engine:
+def local_engine(
+    checkpoint: Checkpoint, spec: CacheSpec, num_pages: Sequence[int], seed: int, *, prefix_cache: bool = False
+) -> Engine:
     """An engine whose only rank runs in this process."""
-    return Engine(checkpoint, spec, num_pages, OnlyRank(checkpoint, spec, num_pages), seed)
+    ranks = OnlyRank(checkpoint, spec, num_pages)
+    return Engine(checkpoint, spec, num_pages, ranks, seed, prefix_cache=prefix_cache)

@@ -11,8 +11,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import prompts as texts
-from .demo import check_lengths, compare, compute_alone, end_in_order, serve, start
+from .demo import check_lengths, compare, compute_alone, end_in_order, read_prompts, serve, start
 from .loader import Checkpoint
 from .models import load
 from .options import make_plan, parse
@@ -37,6 +36,13 @@ CELLS = (
     "--groups 2 --page-tokens 16:32 --prefill-tp 3 --layout nhd:hnd",
     "--interfaces 2 --prefill-tp 3 --layout hnd:nhd --page-tokens 32:16",
     "--decoders 3",
+    "--prefix-cache --repeat 2 --prefill-tp 3 --page-tokens 32:16",
+)
+EDGE_PROMPTS = "--prompt-tokens 1,15,16,17,48 --extra-page"  # about a page of 16 tokens
+EDGE_CELLS = tuple(
+    f"{EDGE_PROMPTS} --chunk-tokens {chunk_tokens}{more}"
+    for more in ("", " --page-tokens 8:16", " --page-tokens 16:8 --layout nhd:hnd --prefix-cache --repeat 2")
+    for chunk_tokens in (1, 8, 16, 24)
 )
 QUICK_CELLS = (
     *(cell.replace("-tp 3", "-tp 4") for cell in CELLS),
@@ -51,11 +57,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run all cells; returns 0 when every answer of every cell is equal."""
     reader = argparse.ArgumentParser("tools/matrix", description=__doc__)
     reader.add_argument("--quick", action="store_true", help="with the small random model, of eight KV heads")
+    reader.add_argument("--edges", action="store_true", help="other cells: prompts and chunks about as long as a page")
     reader.add_argument("--provider", choices=("auto", "shm", "net", "tcp"), default="auto")
     reader.add_argument("--only", default="", metavar="TEXT", help="only the cells whose options contain this")
     reader.add_argument("--list", action="store_true", help="print the cells and run none")
     chosen = reader.parse_args(arguments)
-    cells = [cell for cell in (QUICK_CELLS if chosen.quick else CELLS) if chosen.only in cell]
+    every = EDGE_CELLS if chosen.edges else QUICK_CELLS if chosen.quick else CELLS
+    cells = [cell for cell in every if chosen.only in cell]
     if not cells:
         reader.error(f"no cell has the options {chosen.only!r}; --list prints those of all")
     if chosen.list:
@@ -72,8 +80,7 @@ class Matrix:
 
     def __init__(self, checkpoint: Checkpoint, common: Sequence[str]) -> None:
         self._checkpoint, self._common = checkpoint, common
-        self._prompts = [checkpoint.encode_chat(text)[:MAX_TOKENS] for text in texts.built_in(NUM_PROMPTS)]
-        self._expected: dict[int, list[Answer]] = {}
+        self._expected: dict[tuple[int, ...], list[Answer]] = {}
 
     def run(self, cell: str) -> bool:
         """Run a cell and print its line."""
@@ -95,17 +102,19 @@ class Matrix:
         return report.ok
 
     def _report(self, options: argparse.Namespace, logs: Path) -> Report:
-        plan = make_plan(options, self._checkpoint.config, self._prompts)
-        check_lengths(self._prompts, options.new_tokens)
+        prompts = [prompt[:MAX_TOKENS] for prompt in read_prompts(options, self._checkpoint)]
+        plan = make_plan(options, self._checkpoint.config, prompts)
+        check_lengths(prompts, options.new_tokens)
+        same = (options.groups, *map(len, prompts))
         with Children(options.time_limit, logs) as children, contextlib.redirect_stdout(io.StringIO()):
             start(children, options, plan)
-            if options.groups not in self._expected:  # while the processes load their weights
+            if same not in self._expected:  # while the processes load their weights
                 instability = bitwise_difference(self._checkpoint, options.groups)
                 if instability:
                     raise DemoFailed(f"arithmetic is not bitwise stable on this machine: {instability}")
-                self._expected[options.groups] = compute_alone(options, self._checkpoint, self._prompts)
+                self._expected[same] = compute_alone(options, self._checkpoint, prompts)
             transfer = serve(children, options, plan)
-        return compare(self._checkpoint, plan, transfer, self._expected[options.groups], bitwise=True)
+        return compare(self._checkpoint, plan, transfer, prompts, self._expected[same], bitwise=True)
 
 
 def describe(options: argparse.Namespace) -> str:
@@ -118,6 +127,8 @@ def describe(options: argparse.Namespace) -> str:
         f"tp {options.prefill_tp}:{options.decode_tp}  {'latent' if options.latent else 'heads ':<6}  "
         f"{both(options.layout)}  pages {both(options.page_tokens)}  groups {options.groups}  "
         f"counters {options.counters}  interfaces {options.interfaces}  decoders {options.decoders}"
+        f"{f'  chunks {options.chunk_tokens:>2}' if options.prompt_tokens else ''}"
+        f"{'  prefix cache' if options.prefix_cache else ''}"
     )
 
 

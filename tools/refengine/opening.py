@@ -40,11 +40,11 @@ async def open_node(options: NodeOptions) -> AsyncIterator[Node]:
             memory: Sequence[kvmsgr.Rank] = [
                 only_rank(checkpoint.config, spec, local.caches, hidden, options.num_interfaces)
             ]
-            engine = Engine(checkpoint, spec, num_pages, local, options.seed)
+            engine = Engine(checkpoint, spec, num_pages, local, options.seed, prefix_cache=options.prefix_cache)
         else:
             ranks = await stack.enter_async_context(await WorkerRanks.start(options, checkpoint.config))
             workers, memory, counters = ranks.group, ranks.group.ranks, ranks.group.counters
-            engine = Engine(checkpoint, spec, num_pages, ranks, options.seed)
+            engine = Engine(checkpoint, spec, num_pages, ranks, options.seed, prefix_cache=options.prefix_cache)
         messenger = await open_messenger(
             options.name, checkpoint, memory, options.fabric, counters=counters, hold_s=options.hold_s
         )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from .loader import ModelConfig
 from .models import NAMES
+from .prefix import check_groups
 from .spec import CacheSpec, NodeOptions, check_ranks, make_groups
 
 LONGEST_HOLD_S = 3600
@@ -25,6 +26,8 @@ def parser(program: str, description: str | None) -> argparse.ArgumentParser:
     add("--model", choices=NAMES, default=NAMES[0], help=f"default: {NAMES[0]}; random8 is small and means nothing")
     add("--prompts", type=positive, default=8, metavar="N", help="number of built-in prompts (default: 8)")
     add("--prompt-file", type=Path, metavar="FILE", help="your own prompts instead, separated by blank lines")
+    lengths = "N[,N...]"
+    add("--prompt-tokens", type=token_counts, metavar=lengths, help="cut or repeat built-in prompts to these lengths")
     add("--new-tokens", type=positive, default=24, metavar="N", help="most tokens to generate a prompt (default: 24)")
     add("--chunk-tokens", type=positive, default=64, metavar="N", help="tokens a prefill step computes (default: 64)")
     add("--prefill-tp", type=positive, default=1, metavar="N", help="ranks of the prefiller (default: 1)")
@@ -40,6 +43,13 @@ def parser(program: str, description: str | None) -> argparse.ArgumentParser:
     add("--interfaces", type=positive, default=1, metavar="N", help="network interfaces a rank, all the same one")
     add("--provider", choices=("auto", "shm", "net", "tcp"), default="auto", help="libfabric provider (default: auto)")
     add("--seed", type=int, default=0, metavar="N", help="shuffles the pages (default: 0)")
+    add("--repeat", type=positive, default=1, metavar="N", help="ask each prompt N times, one round after the other")
+    add("--at-once", action="store_true", help="with --repeat: all rounds at the same time")
+    sides_that_cache = ("both", "prefill", "decode")
+    add("--prefix-cache", choices=sides_that_cache, nargs="?", const="both", help="keep pages for prompts alike")
+    add("--extra-page", action="store_true", help="name a page too many to the messenger; nobody may write to it")
+    add("--preempt", type=positive, default=0, metavar="N", help="every N steps prefill takes a running prompt's pages")
+    add("--decode-preempt", type=positive, default=0, metavar="N", help="take every Nth prompt's pages away in decode")
     add("--post-at-end", action="store_true", help="send a prompt's pages only when all of it is computed")
     add("--corrupt-write", type=positive, metavar="N", help="flip a byte in the Nth write; the demo must notice")
     add("--drop-write", type=positive, metavar="N", help="lose the Nth write; the demo must notice")
@@ -64,6 +74,11 @@ def positive(text: str) -> int:
     return number
 
 
+def token_counts(text: str) -> list[int]:
+    """A type of argument: lengths of prompts."""
+    return [positive(part) for part in text.split(",")]
+
+
 def sides(known: str, value: Callable[[str], object]) -> Callable[[str], tuple[object, object]]:
     """A type of argument: one value for both sides, or two, "prefill:decode"."""
 
@@ -84,6 +99,10 @@ def parse(arguments: Sequence[str] | None, program: str = "tools/demo", about: s
     options = reader.parse_args(arguments)
     if options.hold and options.post_at_end:
         reader.error("--hold shows transfers under way; --post-at-end has none while a step runs")
+    if options.at_once and options.repeat == 1:
+        reader.error("--at-once says when prompts are repeated; --repeat says how often")
+    if options.prompt_tokens and options.prompt_file:
+        reader.error("--prompt-tokens cuts built-in prompts; --prompt-file gives your own")
     return options
 
 
@@ -93,12 +112,13 @@ class Plan:
 
     Attributes:
         prefiller, decoder: Options of the nodes; all decoders have the same but for their name.
-        prompts: Of each decoder, by request id; all answer the same.
+        rounds: Of each decoder, one after the other: prompts by request id, asked at the same time. All decoders answer
+            the same.
     """
 
     prefiller: NodeOptions
     decoder: NodeOptions
-    prompts: dict[str, dict[str, list[int]]]
+    rounds: dict[str, list[dict[str, list[int]]]]
 
 
 def make_plan(options: argparse.Namespace, config: ModelConfig, prompts: Sequence[list[int]]) -> Plan:
@@ -119,10 +139,20 @@ def make_plan(options: argparse.Namespace, config: ModelConfig, prompts: Sequenc
             options.page_tokens, options.layout, (options.prefill_tp, options.decode_tp), strict=True
         )
     )
+    if options.prefix_cache:
+        try:
+            check_groups(prefiller.groups)
+        except ValueError as error:
+            raise ValueError(f"--prefix-cache does not fit --groups {options.groups}: {error}") from None
+    num_at_once = options.repeat if options.at_once else 1
+    room = max(options.new_tokens, *options.page_tokens) if options.extra_page else options.new_tokens
     # At the prefiller there are too few pages for all: they are used again while others travel.
     sources = [[group.num_pages(0, len(prompt)) for prompt in prompts] for group in prefiller.groups]
     targets = [
-        sum(group.num_pages(len(prompt) - 1, len(prompt) + options.new_tokens) for prompt in prompts)
+        num_at_once
+        * sum(
+            group.num_pages(0 if options.decode_preempt else len(prompt) - 1, len(prompt) + room) for prompt in prompts
+        )
         for group in decoder.groups
     ]
     common = {
@@ -138,23 +168,31 @@ def make_plan(options: argparse.Namespace, config: ModelConfig, prompts: Sequenc
             name="prefill",
             spec=prefiller,
             num_pages=tuple(max(max(pages), sum(pages) // 2) for pages in sources),
-            num_requests=len(prompts) * len(names),
+            # a request that was preempted may come back before the slot that it had is free
+            num_requests=len(prompts) * num_at_once * len(names) + bool(options.preempt),
             seed=options.seed + 1,
+            prefix_cache=options.prefix_cache in ("both", "prefill"),
             **common,
         ),
         decoder=NodeOptions(
             name="decode",
             spec=decoder,
             num_pages=tuple(targets),
-            num_requests=len(prompts),
+            num_requests=len(prompts) * num_at_once,
             seed=options.seed,
+            prefix_cache=options.prefix_cache in ("both", "decode"),
             **common,
         ),
-        prompts={
-            name: {
-                f"prompt-{index}" if len(names) == 1 else f"prompt-{index}-{name}": prompt
-                for index, prompt in enumerate(prompts)
-            }
-            for name in names
-        },
+        rounds={name: make_rounds(prompts, options, f"-{name}" if len(names) > 1 else "") for name in names},
     )
+
+
+def make_rounds(prompts: Sequence[list[int]], options: argparse.Namespace, suffix: str) -> list[dict[str, list[int]]]:
+    """The prompts by request id, as often as they are asked. Every other round has them in reverse order, so that a
+    prefix cache too small for all has the first of a round: they were the last of the one before."""
+    rounds = []
+    for turn in range(options.repeat):
+        again = f"-again-{turn}" if turn else ""
+        own = [(f"prompt-{index}{again}{suffix}", prompt) for index, prompt in enumerate(prompts)]
+        rounds.append(dict(reversed(own) if turn % 2 else own))
+    return [{request: prompt for own in rounds for request, prompt in own.items()}] if options.at_once else rounds

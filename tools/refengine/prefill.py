@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
@@ -32,6 +33,8 @@ class PrefillNode:
         before_last_signal: Called in the model's thread with a request's id, just before the last layer of its last
             chunk is signalled.
         half_way: Called in the model's thread in the middle of every step.
+        preempt_every: After so many steps the request that came last of those that run gives its pages back, once each;
+            0: never.
     """
 
     def __init__(
@@ -45,17 +48,28 @@ class PrefillNode:
         post_at_end: bool = False,
         before_last_signal: Callable[[str], None] = ignore,
         half_way: Callable[[], None] | None = None,
+        preempt_every: int = 0,
     ) -> None:
         self._engine, self._messenger = engine, messenger
         self._post_at_end = post_at_end
         self._before_last_signal, self._half_way = before_last_signal, half_way
-        self._scheduler = PrefillScheduler(step_tokens, max_running, lambda job: engine.allocate(job.num_prefill))
+        self._preempt_every, self._num_steps = preempt_every, 0
+        self._preempted: set[str] = set()
+        self._scheduler = PrefillScheduler(
+            step_tokens,
+            max_running,
+            allocate=lambda job: engine.allocate(job.num_prefill, keys=job.keys),
+            share=engine.share,
+            keep=engine.keep,
+        )
         self._requests: dict[Job, kvmsgr.PrefillRequest] = {}
         self._followers: set[asyncio.Task[None]] = set()
         self._work = asyncio.Event()
         self._between_steps = asyncio.Lock()
         self._watch = RankWatch(messenger, workers)
         self.outcomes: dict[str, kvmsgr.Outcome] = {}
+        self.cached_tokens: Counter[str] = Counter()
+        """Of each request, positions found in the prefix cache. The last may have been computed again all the same."""
 
     @property
     def num_alive(self) -> int:
@@ -72,8 +86,12 @@ class PrefillNode:
             group.create_task(self._run_steps())
             group.create_task(self._watch.end(self.drained))
             async for request in self._messenger.requests():
-                job = Job(request.request_id, request.tokens.tolist())
+                prompt = request.tokens.tolist()
+                job = Job(
+                    request.request_id, prompt, keys=self._engine.keys(prompt), wants_hidden=request.wants_context
+                )
                 self._requests[job] = request
+                self.cached_tokens[job.request_id] = 0  # it may have been here before, and preempted
                 request.accept()
                 if job.num_prefill:
                     self._scheduler.add(job)
@@ -105,11 +123,22 @@ class PrefillNode:
             while True:
                 self._work.clear()
                 async with self._between_steps:
-                    pieces = self._scheduler.next_step()
+                    pieces = await loop.run_in_executor(thread, self._scheduler.next_step)  # it may poison pages
                     if pieces:
                         await loop.run_in_executor(thread, self._run_step, pieces)
+                        await self._preempt()
                 if not pieces:
                     await self._work.wait()
+
+    async def _preempt(self) -> None:
+        """Take back the pages of a request, as if others needed them more. It comes back as a new request."""
+        self._num_steps += 1
+        running = [job for job in self._scheduler.running if job.request_id not in self._preempted]
+        if self._preempt_every and running and self._num_steps % self._preempt_every == 0:
+            victim = running[-1]
+            self._preempted.add(victim.request_id)
+            self._scheduler.drop(victim)
+            await self._requests[victim].preempt()  # `_follow` frees the pages
 
     # In the model's thread --------------------------------------------------------------------------------------------
 
@@ -117,7 +146,24 @@ class PrefillNode:
         self._engine.warm_up(self._messenger.begin_step([]).signals)
 
     def _run_step(self, pieces: Sequence[Piece]) -> None:
-        step = self._messenger.begin_step([] if self._post_at_end else [self._chunk(piece) for piece in pieces])
+        for piece in pieces:
+            self.cached_tokens[piece.job.request_id] += piece.num_cached
+        chunks = [self._chunk(own.job, own.begin, own.stop) for own in pieces if own.begin < own.stop]
+        if not self._post_at_end:
+            self._announce_hits(pieces)
+        if computed := [piece for piece in pieces if piece.start < piece.stop]:
+            self._compute(computed, self._messenger.begin_step([] if self._post_at_end else chunks))
+        ending = [piece.job for piece in pieces if piece.is_last]
+        if self._post_at_end and ending:
+            self._messenger.begin_step([self._chunk(job, 0, job.num_prefill, ready=True) for job in ending])
+
+    def _announce_hits(self, pieces: Sequence[Piece]) -> None:
+        """Pages that earlier steps have computed go at once. All those steps are over: one runs at a time."""
+        for piece in pieces:
+            for hit in piece.hits:
+                self._messenger.begin_step([self._chunk(piece.job, hit.start, hit.stop, ready=True)])
+
+    def _compute(self, pieces: Sequence[Piece], step: kvmsgr.Step) -> None:
         ending = [piece for piece in pieces if piece.is_last]
 
         def last_layer() -> None:
@@ -136,14 +182,12 @@ class PrefillNode:
         if step.signals_context:
             for signal in step.signals:
                 signal.bump()
-        if self._post_at_end and ending:
-            self._messenger.begin_step([self._chunk(Piece(piece.job, 0, piece.stop), ready=True) for piece in ending])
 
-    def _chunk(self, piece: Piece, *, ready: bool = False) -> kvmsgr.Chunk:
-        """The piece and the pages that hold it; of a window only what the decoder will need."""
+    def _chunk(self, job: Job, first: int, stop: int, *, ready: bool = False) -> kvmsgr.Chunk:
+        """Positions [first, stop) and the pages that hold them; of a window only what the decoder will need."""
         spans = []
-        for index, (group, held) in enumerate(zip(self._engine.spec.groups, piece.job.held, strict=True)):
-            start = max(piece.start, group.first_needed(piece.job.num_prefill))
-            if start < piece.stop:
-                spans.append(kvmsgr.Span(index, start, held.between(start, piece.stop)))
-        return kvmsgr.Chunk(self._requests[piece.job], piece.start, piece.stop, spans, ready=ready)
+        for index, (group, held) in enumerate(zip(self._engine.spec.groups, job.held, strict=True)):
+            start = max(first, group.first_needed(job.num_prefill))
+            if start < stop:
+                spans.append(kvmsgr.Span(index, start, held.between(start, stop)))
+        return kvmsgr.Chunk(self._requests[job], first, stop, spans, ready=ready)

@@ -71,6 +71,11 @@ def built_in(num_prompts: int) -> list[str]:
     return prompts
 
 
+def of_length(tokens: list[int], num_tokens: int) -> list[int]:
+    """The end of a prompt, which is where prompts differ; one that is too short is repeated."""
+    return (tokens * -(-num_tokens // len(tokens)))[-num_tokens:]
+
+
 def from_file(path: Path) -> list[str]:
     """Prompts of a text file, separated by blank lines."""
     blocks = path.read_text(encoding="utf-8").split("\n\n")

@@ -12,7 +12,9 @@ LONG_TOKENS = 256  # prompts of at least this many tokens count for the overall 
 @dataclass(frozen=True)
 class PromptReport:
     """One prompt. `landed_early` is the share of its rows that were at the decoder before the last layer of its last
-    chunk was signalled; None when it has no rows. `difference` is None when every bit is equal."""
+    chunk was signalled; None when it has no rows. `difference` is None when every bit is equal. `prefill_hits` and
+    `decode_hits` are pages that were found in the prefix cache of that side. `num_restarts` counts how often the
+    prefiller took its pages back and began again; `preempted` tells whether the decoder did, and went on by itself."""
 
     request_id: str
     num_tokens: int
@@ -21,6 +23,10 @@ class PromptReport:
     rows: int
     landed_early: float | None
     difference: str | None
+    prefill_hits: int = 0
+    decode_hits: int = 0
+    num_restarts: int = 0
+    preempted: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,7 @@ class Report:
             f"moved         {pages} pages, {rows} rows, {self.num_bytes} bytes in {self.num_writes} writes",
             f"rate          {rate:.1f} MB/s over {self.transfer_s:.1f} s (the prefill sets the pace)",
         ]
+        lines += self._notes()
         if self.landed_early is not None:
             lines += [
                 f"landed early  {percent(self.landed_early)} of the rows of prompts of >= {LONG_TOKENS} tokens (*)",
@@ -71,6 +78,20 @@ class Report:
             lines.append("TOKENS ONLY: this machine's arithmetic is not bitwise stable, so bits were NOT compared")
         lines.append(f"{'bitwise' if self.bitwise else 'tokens'} equal: {self.num_equal}/{len(self.prompts)}")
         return "\n".join(lines)
+
+    def _notes(self) -> list[str]:
+        prefill_hits, decode_hits, num_restarts, preempted = (
+            sum(getattr(own, name) for own in self.prompts)
+            for name in ("prefill_hits", "decode_hits", "num_restarts", "preempted")
+        )
+        notes = []
+        if prefill_hits or decode_hits:
+            notes.append(f"prefix hits   {prefill_hits} pages at the prefiller, {decode_hits} at the decoder")
+        if num_restarts:
+            notes.append(f"restarted     {num_restarts} times by the prefiller, which took the pages back")
+        if preempted:
+            notes.append(f"preempted     {preempted} prompts in decode, computed again there")
+        return notes
 
     def write_json(self, path: Path) -> None:
         summary = asdict(self) | {
@@ -86,10 +107,11 @@ class Report:
 def prompt_line(prompt: PromptReport) -> str:
     text = " ".join(prompt.text.split())
     shown = text if len(text) <= 56 else text[:55] + "…"
+    hits = f" hit {prompt.prefill_hits}:{prompt.decode_hits}" if prompt.prefill_hits or prompt.decode_hits else ""
     verdict = "equal" if prompt.difference is None else f"DIFFERS ({prompt.difference})"
     return (
-        f"{prompt.request_id:<10} {prompt.num_tokens:>5} tokens {prompt.num_pages:>4} pages {prompt.rows:>7} rows  "
-        f"landed early {percent(prompt.landed_early):>7}  {verdict}  {shown!r}"
+        f"{prompt.request_id:<10} {prompt.num_tokens:>5} tokens {prompt.num_pages:>4} pages "
+        f"{prompt.rows:>7} rows{hits}  landed early {percent(prompt.landed_early):>7}  {verdict}  {shown!r}"
     )
 
 

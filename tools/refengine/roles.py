@@ -20,13 +20,16 @@ from .spec import NodeOptions
 @dataclass(frozen=True)
 class RoleOptions:
     """Options of one process. `post_at_end` and the faults are the prefiller's, which also stands still once, in the
-    middle of a step, where its node may be held."""
+    middle of a step, where its node may be held; `extra_page` is a decoder's. `preempt_every` counts the steps of a
+    prefiller, the requests of a decoder."""
 
     node: NodeOptions
     new_tokens: int
     post_at_end: bool = False
     corrupt_write: int | None = None
     drop_write: int | None = None
+    extra_page: bool = False
+    preempt_every: int = 0
 
 
 @dataclass(frozen=True)
@@ -50,10 +53,11 @@ class Serve:
 
 @dataclass(frozen=True)
 class Generate:
-    """To the decoder: answer these prompts (request id to token ids), prefilled there, all at the same time."""
+    """To the decoder: answer these prompts (request id to token ids), prefilled there: round after round, those of a
+    round at the same time."""
 
     source: kvmsgr.Descriptor
-    prompts: dict[str, list[int]]
+    rounds: list[dict[str, list[int]]]
 
 
 @dataclass(frozen=True)
@@ -77,9 +81,11 @@ class Stop:
 
 @dataclass(frozen=True)
 class Served:
-    """The prefiller's account. `landed`: rows at the decoder just before a request's last layer was signalled."""
+    """The prefiller's account. `landed`: rows at the decoder just before a request's last layer was signalled;
+    `cached_tokens`: positions of a request that were found in its prefix cache."""
 
     landed: dict[str, int]
+    cached_tokens: dict[str, int]
     outcomes: dict[str, kvmsgr.Outcome]
     num_writes: int
     num_bytes: int
@@ -117,6 +123,7 @@ async def serve(channel: Channel, options: RoleOptions, node: Node) -> None:
         node.workers,
         step_tokens=options.node.step_tokens,
         post_at_end=options.post_at_end,
+        preempt_every=options.preempt_every,
         before_last_signal=look,
         half_way=lambda: hold.stand_still(node.engine.config.num_layers, prefiller.num_alive),
     )
@@ -130,7 +137,9 @@ async def serve(channel: Channel, options: RoleOptions, node: Node) -> None:
         await prefiller.drained()
         running.cancel()
     stats = node.messenger.stats()
-    channel.send(Served(landed, prefiller.outcomes, stats["posted_writes"], stats["posted_bytes"]))
+    channel.send(
+        Served(landed, dict(prefiller.cached_tokens), prefiller.outcomes, stats["posted_writes"], stats["posted_bytes"])
+    )
 
 
 class Hold:
@@ -160,10 +169,21 @@ async def decode(channel: Channel, options: RoleOptions) -> None:
 async def generate(channel: Channel, options: RoleOptions, node: Node) -> None:
     channel.send(ready(node))
     order: Generate = await channel.receive()
-    decoder = DecodeNode(node.engine, node.messenger, options.new_tokens, node.workers)
+    decoder = DecodeNode(
+        node.engine,
+        node.messenger,
+        options.new_tokens,
+        node.workers,
+        extra_page=options.extra_page,
+        preempt_every=options.preempt_every,
+        step_tokens=options.node.step_tokens,
+    )
+    deliveries: dict[str, Delivery] = {}
     async with asyncio.TaskGroup() as group:
         running = group.create_task(decoder.run())
-        answers = [decoder.answer(order.source, *prompt) for prompt in order.prompts.items()]
-        deliveries: list[Delivery] = await asyncio.gather(*answers)
+        for prompts in order.rounds:
+            answers = [decoder.answer(order.source, *prompt) for prompt in prompts.items()]
+            deliveries |= zip(prompts, await asyncio.gather(*answers), strict=True)
+            await decoder.quiet()
         running.cancel()
-    channel.send(dict(zip(order.prompts, deliveries, strict=True)))
+    channel.send(deliveries)

@@ -21,12 +21,14 @@ class Group:
         layers: Indices in the model.
         page_tokens: Tokens a page.
         window: How many positions a token attends to in these layers, its own included; None: all.
+        num_ahead: Tokens after its own position that a position's KV depends on.
     """
 
     name: str
     layers: tuple[int, ...]
     page_tokens: int
     window: int | None = None
+    num_ahead: int = 0
 
     def first_needed(self, num_computed: int) -> int:
         """First position that must be held once `num_computed` are: what the last of them attended to."""
@@ -75,6 +77,7 @@ class NodeOptions:
         every_rank_bumps: Whether each rank has its layer counter; else rank 0 bumps for all. That is right here: every
             rank stores keys and values before the exchange that precedes the bump.
         hold_s: A step may stand still that long; no time runs out meanwhile.
+        prefix_cache: Keep pages that nobody holds, for prompts that begin alike.
     """
 
     name: str
@@ -88,6 +91,7 @@ class NodeOptions:
     num_interfaces: int = 1
     every_rank_bumps: bool = False
     hold_s: float = 0.0
+    prefix_cache: bool = False
 
 
 def check_ranks(config: ModelConfig, num_ranks: int) -> None:

@@ -50,6 +50,14 @@ class Poison:
 
 
 @dataclass(frozen=True)
+class IsPoisoned:
+    """To a worker: are pages of a group still NaN?"""
+
+    group: int
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class GoOn:
     """To rank 0, which is paused."""
 
@@ -63,9 +71,9 @@ class Paused:
 
 @dataclass(frozen=True)
 class Done:
-    """From a worker: the command is done. `hidden`: what rank 0 computed."""
+    """From a worker: the command is done. `result`: the hidden states that rank 0 computed, or an answer."""
 
-    hidden: Tensor | None
+    result: Tensor | bool | None
 
 
 @dataclass(frozen=True)
@@ -161,11 +169,14 @@ def serve(
         return shard.forward(command.batches, collective.exchange, after_layer)
 
     while True:
-        command: Forward | Poison = pickle.loads(pipe.recv_bytes())
-        hidden: Tensor | None = None
+        command: Forward | Poison | IsPoisoned = pickle.loads(pipe.recv_bytes())
+        result: Tensor | bool | None = None
         match command:
             case Forward():
                 hidden = forward(command)
+                result = hidden if rank == 0 else None
             case Poison(group, pages):
                 caches[group].poison(pages)
-        pipe.send_bytes(pickle.dumps(Done(hidden if rank == 0 else None)))
+            case IsPoisoned(group, pages):
+                result = caches[group].is_poisoned(pages)
+        pipe.send_bytes(pickle.dumps(Done(result)))

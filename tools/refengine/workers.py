@@ -26,7 +26,7 @@ from .engine import Pauses, Signal
 from .loader import ModelConfig
 from .model import Batch
 from .spec import NodeOptions
-from .worker import JOIN_TIMEOUT_S, Done, Failed, Forward, GoOn, Paused, Poison, rank_timeout_s, work
+from .worker import JOIN_TIMEOUT_S, Done, Failed, Forward, GoOn, IsPoisoned, Paused, Poison, rank_timeout_s, work
 
 GRACE_S = 3.0  # that a worker gets to end by itself
 
@@ -109,13 +109,17 @@ class WorkerRanks:
         for signal in signals:
             signal.start()  # the layer counters are shared: the workers bump what is started here
         self._send_all(Forward(tuple(batches), bool(signals), tuple(pauses)))
-        hidden = self._gather(pauses)
-        assert hidden is not None
+        hidden = self._gather(pauses)[0]
+        assert isinstance(hidden, Tensor)
         return hidden
 
     def poison(self, group: int, pages: Sequence[int]) -> None:
         self._send_all(Poison(group, tuple(pages)))
         self._gather({})
+
+    def is_poisoned(self, group: int, pages: Sequence[int]) -> bool:
+        self._send_all(IsPoisoned(group, tuple(pages)))
+        return all(self._gather({}))
 
     def _send_all(self, message: object) -> None:
         for rank in range(len(self._pipes)):
@@ -129,9 +133,9 @@ class WorkerRanks:
         except (BrokenPipeError, ConnectionResetError):
             raise self._ended(rank) from None
 
-    def _gather(self, pauses: Pauses) -> Tensor | None:
-        """Wait until every worker is done. Returns what rank 0 computed."""
-        found: Tensor | None = None
+    def _gather(self, pauses: Pauses) -> list[Tensor | bool | None]:
+        """Wait until every worker is done. Returns the result of each."""
+        found: list[Tensor | bool | None] = [None] * len(self._pipes)
         busy = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         while busy:
             ready = [pipe for pipe in self._pipes if pipe in wait(list(busy), self._timeout_s)]
@@ -145,8 +149,8 @@ class WorkerRanks:
                     case Paused(layer):
                         pauses[layer]()
                         self._send(busy[pipe], GoOn())
-                    case Done(hidden):
-                        found = hidden if busy.pop(pipe) == 0 else found
+                    case Done(result):
+                        found[busy.pop(pipe)] = result
         return found
 
     def _receive(self, rank: int) -> object:
