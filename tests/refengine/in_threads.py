@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -34,13 +34,18 @@ class ThreadRanks:
 
     def forward(self, batches: Sequence[Batch], signals: Sequence[Signal], pauses: Pauses) -> Tensor:
         def run(rank: int) -> Tensor:
-            torch.set_num_threads(1)
             bumped = signals if rank == 0 else []  # rank 0 speaks for all
             return self._shards[rank].forward(
                 batches, self._collectives[rank].exchange, lambda layer: [own.bump() for own in bumped] and None
             )
 
-        with ThreadPoolExecutor(len(self._shards)) as pool:
+        return self._on_all(run)
+
+    def draft(self, states: Tensor, batches: Sequence[Batch]) -> Tensor:
+        return self._on_all(lambda rank: self._shards[rank].draft(states, batches, self._collectives[rank].exchange))
+
+    def _on_all(self, run: Callable[[int], Tensor]) -> Tensor:
+        with ThreadPoolExecutor(len(self._shards), initializer=torch.set_num_threads, initargs=(1,)) as pool:
             found = list(pool.map(run, range(len(self._shards))))
         assert all(torch.equal(found[0], other) for other in found)
         return found[0]

@@ -13,7 +13,9 @@ from torch import Tensor
 import kvmsgr
 from kvmsgr.workers import WorkerGroup
 
-from .engine import Engine, Generation
+from .engine import Engine
+from .generation import Generation, Generator
+from .grammar import Mask
 from .node import RankWatch, model_thread
 from .reference import Answer
 from .scheduler import Job
@@ -37,12 +39,24 @@ class DecodeNode:
         messenger: Opened over the engine's cache, with the context buffer "hidden".
         new_tokens: Most tokens to generate for a prompt.
         workers: The processes of the engine's ranks, where they have their own.
+        num_drafts, mask: As in `Generator`.
+        zero_hidden: Draft from zeros instead of the hidden state that arrived, to show what it is worth.
     """
 
     def __init__(
-        self, engine: Engine, messenger: kvmsgr.Messenger, new_tokens: int, workers: WorkerGroup | None = None
+        self,
+        engine: Engine,
+        messenger: kvmsgr.Messenger,
+        new_tokens: int,
+        workers: WorkerGroup | None = None,
+        *,
+        num_drafts: int = 0,
+        mask: Mask | None = None,
+        zero_hidden: bool = False,
     ) -> None:
         self._engine, self._messenger, self._new_tokens = engine, messenger, new_tokens
+        self._generator = Generator(engine, new_tokens, num_drafts, mask)
+        self._zero_hidden = zero_hidden
         self._running: dict[Generation, asyncio.Future[None]] = {}
         self._releases: set[asyncio.Task[None]] = set()
         self._work = asyncio.Event()
@@ -68,20 +82,22 @@ class DecodeNode:
         except kvmsgr.errors.KvmsgrError:
             await self._take_back(job)  # nothing was asked for
             raise
-        generation = Generation(job)
+        generation: Generation | None = None
         try:
             arrival = await fetch
             arrived_s = time.monotonic() - started
             hidden = self._take_context(arrival)
+            generation = self._generator.begin(job, torch.zeros_like(hidden) if self._zero_hidden else hidden)
             self._running[generation] = asyncio.get_running_loop().create_future()
             self._work.set()
             await self._running[generation]
         finally:
-            self._running.pop(generation, None)
+            if generation:
+                self._running.pop(generation, None)
             release = asyncio.create_task(self._release(fetch, job))
             self._releases.add(release)
             release.add_done_callback(self._releases.discard)
-        answer = Answer(generation.tokens, torch.stack(generation.logits), hidden)
+        answer = Answer(generation.tokens, torch.stack(generation.logits), hidden, generation.drafts)
         return Delivery(answer, sum(len(span.pages) for span in spans), arrival.rows, arrived_s)
 
     def _spans(self, job: Job) -> list[kvmsgr.Span]:
@@ -128,7 +144,7 @@ class DecodeNode:
                         await loop.run_in_executor(thread, self._run_step, batch)
                 for generation in batch:
                     done = self._running.get(generation)
-                    if done and not done.done() and self._engine.is_finished(generation, self._new_tokens):
+                    if done and not done.done() and self._generator.is_finished(generation):
                         del self._running[generation]
                         done.set_result(None)
                 if not batch:
@@ -136,7 +152,7 @@ class DecodeNode:
 
     def _run_step(self, batch: Sequence[Generation]) -> None:
         # No prompt is computed here, but the model signals its layers all the same, as a captured graph would.
-        self._engine.decode(batch, self._messenger.begin_step([]).signals)
+        self._generator.step(batch, self._messenger.begin_step([]).signals)
 
     def _take_context(self, arrival: kvmsgr.Arrival) -> Tensor:
         """The hidden state that came with the KV; zeros when nothing was prefilled."""

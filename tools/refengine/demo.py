@@ -21,6 +21,7 @@ from . import prompts as texts
 from . import roles
 from .decode import Delivery
 from .engine import local_engine
+from .grammar import mask_of
 from .loader import Checkpoint
 from .model import MAX_POSITIONS
 from .models import load
@@ -28,8 +29,9 @@ from .options import LONGEST_HOLD_S, Plan, make_plan, parse
 from .processes import Children, DemoFailed
 from .reference import Answer, run_alone
 from .report import PromptReport, Report
-from .selftest import bitwise_difference, difference_of
+from .selftest import bitwise_difference, difference_of, draft_difference
 from .spec import CacheSpec, make_groups
+from .speculation import acceptance, speculation
 
 REFERENCE_STEP_TOKENS = 1024  # the reference computes each prompt by itself, in one chunk
 
@@ -41,9 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"tools/demo: cannot write {options.json}: no such folder, or not writable", file=sys.stderr)
         return 2
     try:
-        questions = texts.from_file(options.prompt_file) if options.prompt_file else texts.built_in(options.prompts)
-        checkpoint = load(options.model)
-        prompts = [checkpoint.encode_chat(text) for text in questions]
+        checkpoint = load(options.model, draft=options.speculate > 0)
+        prompts = find_prompts(options, checkpoint)
         check_lengths(prompts, options.new_tokens)
         plan = make_plan(options, checkpoint.config, prompts)
     except (OSError, ValueError) as error:
@@ -80,6 +81,14 @@ def end_in_order(limit_s: float) -> None:
     faulthandler.dump_traceback_later(limit_s, exit=True)
 
 
+def find_prompts(options: argparse.Namespace, checkpoint: Checkpoint) -> list[list[int]]:
+    """The prompts that the options ask for, as token ids."""
+    if options.docstrings:
+        return texts.cut_docstrings(checkpoint, options.docstrings)
+    questions = texts.from_file(options.prompt_file) if options.prompt_file else texts.built_in(options.prompts)
+    return [checkpoint.encode_chat(text) for text in questions]
+
+
 def check_lengths(prompts: Sequence[list[int]], new_tokens: int) -> None:
     """Raises ValueError where a prompt is too long for the model."""
     for index, prompt in enumerate(prompts):
@@ -97,15 +106,21 @@ def run(
     """Answer the prompts over several processes and in one, and compare. Raises DemoFailed."""
     with Children(options.time_limit + options.hold, log_folder) as children:
         start(children, options, plan)
-        instability = bitwise_difference(
-            checkpoint, options.groups, options.seed
-        )  # while the others load their weights
+        # while the others load their weights
+        instability = bitwise_difference(checkpoint, options.groups, options.seed, options.speculate)
         if instability:
             print(f"WARNING: arithmetic is not bitwise stable here; only tokens are compared.\n{instability}")
         transfer = serve(children, options, plan)
     print("computing the same in one process", flush=True)
     expected = compute_alone(options, checkpoint, prompts)
-    return compare(checkpoint, plan, transfer, expected, bitwise=instability is None)
+    report = compare(checkpoint, plan, transfer, expected, bitwise=instability is None)
+    answers = [delivery.answer for delivery in transfer.deliveries.values()]
+    if options.grammar:
+        report = replace(report, num_turned=sum(int(own.logits[0].argmax()) != own.tokens[0] for own in answers))
+    if options.speculate:
+        drafted = compute_alone(options, checkpoint, prompts, options.speculate) * len(plan.prompts)
+        report = compare_drafts(options, report, answers, drafted)
+    return report
 
 
 @dataclass(frozen=True)
@@ -124,7 +139,13 @@ def start(children: Children, options: argparse.Namespace, plan: Plan) -> None:
     )
     children.start("prefill", roles.prefill, prefiller)
     for name in plan.prompts:
-        children.start(name, roles.decode, roles.RoleOptions(replace(plan.decoder, name=name), options.new_tokens))
+        decoder = roles.RoleOptions(
+            replace(plan.decoder, name=name),
+            options.new_tokens,
+            grammar=options.grammar,
+            zero_hidden=options.zero_hidden,
+        )
+        children.start(name, roles.decode, decoder)
 
 
 def serve(children: Children, options: argparse.Namespace, plan: Plan) -> Transfer:
@@ -174,14 +195,18 @@ def show_held(children: Children, prefiller: roles.Ready, decoders: Sequence[rol
     children.send("prefill", roles.GoOn())
 
 
-def compute_alone(options: argparse.Namespace, checkpoint: Checkpoint, prompts: Sequence[list[int]]) -> list[Answer]:
-    """The oracle: all prompts in this process, over one rank."""
-    spec = CacheSpec(make_groups(checkpoint.config, options.page_tokens[1], options.groups))
+def compute_alone(
+    options: argparse.Namespace, checkpoint: Checkpoint, prompts: Sequence[list[int]], num_drafts: int = 0
+) -> list[Answer]:
+    """The oracle: all prompts in this process, over one rank. Without drafts it has no draft layer either."""
+    groups = make_groups(checkpoint.config, options.page_tokens[1], options.groups, draft=num_drafts > 0)
+    spec = CacheSpec(groups)
     num_pages = [
         sum(group.num_pages(0, len(prompt) + options.new_tokens) for prompt in prompts) for group in spec.groups
     ]
     engine = local_engine(checkpoint, spec, num_pages, options.seed + 2)
-    return run_alone(engine, prompts, options.new_tokens, REFERENCE_STEP_TOKENS)
+    mask = mask_of(options.grammar, checkpoint)
+    return run_alone(engine, prompts, options.new_tokens, REFERENCE_STEP_TOKENS, num_drafts=num_drafts, mask=mask)
 
 
 def compare(
@@ -217,3 +242,17 @@ def compare(
         num_distinct_tokens=len({token for own in transfer.deliveries.values() for token in own.answer.tokens}),
         bitwise=bitwise,
     )
+
+
+def compare_drafts(
+    options: argparse.Namespace, report: Report, found: Sequence[Answer], expected: Sequence[Answer]
+) -> Report:
+    """Add to a report what became of the drafts over several processes, and in one. From zeros they may differ."""
+    lines = []
+    for line, own, other in zip(report.prompts, found, expected, strict=True):
+        difference = line.difference
+        if report.bitwise and not options.zero_hidden:
+            difference = difference or draft_difference(other, own)
+        lines.append(replace(line, drafts=acceptance(own.drafts), difference=difference))
+    drafts = speculation(options.speculate, options.zero_hidden, found, expected)
+    return replace(report, prompts=lines, speculation=drafts)

@@ -11,6 +11,7 @@ import kvmsgr
 from kvmsgr.inspect import landed_rows
 
 from .decode import DecodeNode, Delivery
+from .grammar import mask_of
 from .opening import Node, open_node
 from .prefill import PrefillNode
 from .processes import Channel
@@ -20,13 +21,15 @@ from .spec import NodeOptions
 @dataclass(frozen=True)
 class RoleOptions:
     """Options of one process. `post_at_end` and the faults are the prefiller's, which also stands still once, in the
-    middle of a step, where its node may be held."""
+    middle of a step, where its node may be held. `grammar` and `zero_hidden` are the decoder's."""
 
     node: NodeOptions
     new_tokens: int
     post_at_end: bool = False
     corrupt_write: int | None = None
     drop_write: int | None = None
+    grammar: str | None = None
+    zero_hidden: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,7 @@ async def serve(channel: Channel, options: RoleOptions, node: Node) -> None:
         step_tokens=options.node.step_tokens,
         post_at_end=options.post_at_end,
         before_last_signal=look,
-        half_way=lambda: hold.stand_still(node.engine.config.num_layers, prefiller.num_alive),
+        half_way=lambda: hold.stand_still(node.engine.spec.num_layers, prefiller.num_alive),
     )
     async with asyncio.TaskGroup() as group:
         running = group.create_task(prefiller.run())
@@ -160,7 +163,15 @@ async def decode(channel: Channel, options: RoleOptions) -> None:
 async def generate(channel: Channel, options: RoleOptions, node: Node) -> None:
     channel.send(ready(node))
     order: Generate = await channel.receive()
-    decoder = DecodeNode(node.engine, node.messenger, options.new_tokens, node.workers)
+    decoder = DecodeNode(
+        node.engine,
+        node.messenger,
+        options.new_tokens,
+        node.workers,
+        num_drafts=options.node.num_drafts,
+        mask=mask_of(options.grammar, node.engine.checkpoint),
+        zero_hidden=options.zero_hidden,
+    )
     async with asyncio.TaskGroup() as group:
         running = group.create_task(decoder.run())
         answers = [decoder.answer(order.source, *prompt) for prompt in order.prompts.items()]

@@ -42,6 +42,14 @@ class Forward:
 
 
 @dataclass(frozen=True)
+class Draft:
+    """To a worker: run the draft layer alone."""
+
+    states: Tensor
+    batches: tuple[Batch, ...]
+
+
+@dataclass(frozen=True)
 class Poison:
     """To a worker: fill pages of a group with NaN."""
 
@@ -63,7 +71,7 @@ class Paused:
 
 @dataclass(frozen=True)
 class Done:
-    """From a worker: the command is done. `hidden`: what rank 0 computed."""
+    """From a worker: the command is done. `hidden`: the states that rank 0 computed."""
 
     hidden: Tensor | None
 
@@ -126,7 +134,8 @@ def serve(
     until_the_end: ExitStack,
 ) -> None:
     address = pickle.loads(pipe.recv_bytes())
-    checkpoint, spec = load(options.model), options.spec
+    spec = options.spec
+    checkpoint = load(options.model, draft=spec.has_draft)
     config = checkpoint.config
     memories: list[SharedMemory] = []
 
@@ -161,11 +170,13 @@ def serve(
         return shard.forward(command.batches, collective.exchange, after_layer)
 
     while True:
-        command: Forward | Poison = pickle.loads(pipe.recv_bytes())
+        command: Forward | Draft | Poison = pickle.loads(pipe.recv_bytes())
         hidden: Tensor | None = None
         match command:
             case Forward():
                 hidden = forward(command)
+            case Draft(states, batches):
+                hidden = shard.draft(states, batches, collective.exchange)
             case Poison(group, pages):
                 caches[group].poison(pages)
         pipe.send_bytes(pickle.dumps(Done(hidden if rank == 0 else None)))
