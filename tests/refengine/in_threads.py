@@ -22,7 +22,7 @@ class ThreadRanks:
     """`engine.Ranks` whose ranks are threads."""
 
     def __init__(self, spec: CacheSpec, num_pages: Sequence[int], timeout_s: float = 10.0) -> None:
-        checkpoint, config = tiny.checkpoint(), tiny.CONFIG
+        checkpoint, config = tiny.checkpoint(draft=spec.has_draft), tiny.CONFIG
         memory = torch.zeros(2, config.num_kv_heads, MAX_ROWS * config.hidden)
         self.sockets = connect(spec.num_ranks)
         self._collectives = [Collective(rank, peers, memory, timeout_s) for rank, peers in enumerate(self.sockets)]
@@ -64,4 +64,4 @@ def engine(spec: CacheSpec, num_pages: int = 128, seed: int = 0) -> tuple[Engine
     """An engine over such ranks."""
     counts = [num_pages] * len(spec.groups)
     ranks = ThreadRanks(spec, counts)
-    return Engine(tiny.checkpoint(), spec, counts, ranks, seed), ranks
+    return Engine(tiny.checkpoint(draft=spec.has_draft), spec, counts, ranks, seed), ranks

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,7 +30,7 @@ FIT_VERSION = 1  # raise it when what is fitted, or how, changes
 SEQUENCE_TOKENS = 64
 BATCH = 8  # sequences
 NUM_SEQUENCES = 96
-NUM_PRODUCTS = 1536  # of the gated features, at most; no more than the model is wide, twice
+VECTOR = 32  # the gated products of a head fill whole vectors: silu gives other bits to what is left over
 RIDGE = 1e-2  # relative to the mean square of a feature
 PAGE_TOKENS = 64
 
@@ -42,11 +43,12 @@ def with_draft_layer(checkpoint: Checkpoint, folder: Path | None = None) -> Chec
         checkpoint: The model.
         folder: Where the layer is kept; None is `loader.cache_folder`.
     """
-    sequences = fitting_sequences(checkpoint)
-    key = hashlib.sha256(repr((FIT_VERSION, checkpoint.fingerprint, checkpoint.config, sequences)).encode()).hexdigest()
-    path = (folder or cache_folder()) / f"{checkpoint.name}-draft-{key[:16]}.pt"
+    fitted = (FIT_VERSION, checkpoint.fingerprint, checkpoint.config, sys.version_info[:3])  # whose docstrings they are
+    key = hashlib.sha256(repr(fitted).encode()).hexdigest()[:16]
+    path = (folder or cache_folder()) / f"{checkpoint.name}-draft-{key}.pt"
     if not path.exists():
         started = time.monotonic()
+        sequences = fitting_sequences(checkpoint)
         weights = fit(checkpoint, sequences)
         num_tokens = sum(map(len, sequences))
         print(f"fitted a draft layer to {num_tokens} tokens in {time.monotonic() - started:.1f} s: {path}", flush=True)
@@ -116,7 +118,7 @@ def fixed_weights(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
         return torch.randn(heads, num_rows, width, generator=generator) / math.sqrt(width)
 
     keys = random(config.head_dim)
-    num_products = min(NUM_PRODUCTS, width) // heads
+    num_products = -(-width // heads // VECTOR) * VECTOR
     return {
         "draft.query": torch.cat([keys * sharpness for sharpness in range(share)], 1),
         "draft.kv": torch.cat([keys, random(config.head_dim)], 1),
