@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -22,7 +22,7 @@ class ThreadRanks:
     """`engine.Ranks` whose ranks are threads."""
 
     def __init__(self, spec: CacheSpec, num_pages: Sequence[int], timeout_s: float = 10.0) -> None:
-        checkpoint, config = tiny.checkpoint(), tiny.CONFIG
+        checkpoint, config = tiny.checkpoint(draft=spec.has_draft), tiny.CONFIG
         memory = torch.zeros(2, config.num_kv_heads, MAX_ROWS * config.hidden)
         self.sockets = connect(spec.num_ranks)
         self._collectives = [Collective(rank, peers, memory, timeout_s) for rank, peers in enumerate(self.sockets)]
@@ -34,13 +34,18 @@ class ThreadRanks:
 
     def forward(self, batches: Sequence[Batch], signals: Sequence[Signal], pauses: Pauses) -> Tensor:
         def run(rank: int) -> Tensor:
-            torch.set_num_threads(1)
             bumped = signals if rank == 0 else []  # rank 0 speaks for all
             return self._shards[rank].forward(
                 batches, self._collectives[rank].exchange, lambda layer: [own.bump() for own in bumped] and None
             )
 
-        with ThreadPoolExecutor(len(self._shards)) as pool:
+        return self._on_all(run)
+
+    def draft(self, states: Tensor, batches: Sequence[Batch]) -> Tensor:
+        return self._on_all(lambda rank: self._shards[rank].draft(states, batches, self._collectives[rank].exchange))
+
+    def _on_all(self, run: Callable[[int], Tensor]) -> Tensor:
+        with ThreadPoolExecutor(len(self._shards), initializer=torch.set_num_threads, initargs=(1,)) as pool:
             found = list(pool.map(run, range(len(self._shards))))
         assert all(torch.equal(found[0], other) for other in found)
         return found[0]
@@ -62,4 +67,4 @@ def engine(spec: CacheSpec, num_pages: int = 128, seed: int = 0) -> tuple[Engine
     """An engine over such ranks."""
     counts = [num_pages] * len(spec.groups)
     ranks = ThreadRanks(spec, counts)
-    return Engine(tiny.checkpoint(), spec, counts, ranks, seed), ranks
+    return Engine(tiny.checkpoint(draft=spec.has_draft), spec, counts, ranks, seed), ranks

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 
 from tests.refengine import in_threads, tiny
 from tools.refengine import arithmetic
-from tools.refengine.engine import Generation, local_engine
+from tools.refengine.engine import local_engine
+from tools.refengine.generation import Generator
 from tools.refengine.loader import Checkpoint, load
 from tools.refengine.models import RANDOM8, byte_tokenizer, random_checkpoint
 from tools.refengine.reference import Answer, run_alone
@@ -131,8 +132,9 @@ def test_a_page_that_nobody_wrote_is_noticed() -> None:
     assert held is not None
     job = Job("unwritten", [5] * 20, held)
     engine.prefill([Piece(job, 0, 16)])
+    generator = Generator(engine, 4)
     with pytest.raises(FloatingPointError, match="'unwritten': logits at position 19 are not finite"):
-        engine.decode([Generation(job)])
+        generator.step([generator.begin(job, torch.zeros(tiny.CONFIG.hidden))])
 
 
 class Recorder:

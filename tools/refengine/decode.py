@@ -15,7 +15,9 @@ import kvmsgr
 from kvmsgr.workers import WorkerGroup
 
 from .collective import RankLost
-from .engine import Engine, Generation
+from .engine import Engine
+from .generation import Generation, Generator
+from .grammar import Mask
 from .node import RankWatch, model_thread
 from .reference import Answer
 from .scheduler import Holding, Job, Piece
@@ -69,6 +71,8 @@ class DecodeNode:
         extra_page: Give every request one page more than its prompt needs, and check that nobody writes to it.
         preempt_every: Preempt every Nth request that has arrived, once, after `PREEMPT_AFTER` tokens; 0: none.
         step_tokens: Tokens a step computes at most when it computes the KV of a preempted request again.
+        num_drafts, mask: As in `Generator`.
+        zero_hidden: Draft from zeros instead of the hidden state that arrived, to show what it is worth.
     """
 
     def __init__(
@@ -81,10 +85,15 @@ class DecodeNode:
         extra_page: bool = False,
         preempt_every: int = 0,
         step_tokens: int = 64,
+        num_drafts: int = 0,
+        mask: Mask | None = None,
+        zero_hidden: bool = False,
     ) -> None:
         self._engine, self._messenger, self._new_tokens = engine, messenger, new_tokens
         self._extra_page, self._preempt_every, self._step_tokens = extra_page, preempt_every, step_tokens
         self._room = max([new_tokens] + [group.page_tokens for group in engine.spec.groups if extra_page])
+        self._generator = Generator(engine, new_tokens, num_drafts, mask)
+        self._zero_hidden = zero_hidden
         self._num_arrived = 0
         self._thread = model_thread()
         self._running: dict[Generation, Turn] = {}
@@ -110,21 +119,23 @@ class DecodeNode:
         except kvmsgr.errors.KvmsgrError:
             await self._take_back(job)  # nothing was asked for
             raise
-        generation = Generation(job)
+        generation: Generation | None = None
         try:
             arrival = await fetch
             arrived_s = time.monotonic() - started
             hidden = self._take_context(arrival)
             await self._accept(job, arrival)
+            generation = self._generator.begin(job, torch.zeros_like(hidden) if self._zero_hidden else hidden)
             preempted = await self._preempt(generation, fetch) if self._is_chosen() else False
             await self._generate(generation, self._new_tokens)
         finally:
-            self._running.pop(generation, None)
+            if generation:
+                self._running.pop(generation, None)
             fetch.cancel()  # if this task was
             release = asyncio.create_task(self._release(fetch, job))
             self._releases.add(release)
             release.add_done_callback(self._releases.discard)
-        answer = Answer(generation.tokens, torch.stack(generation.logits), hidden)
+        answer = Answer(generation.tokens, torch.stack(generation.logits), hidden, generation.drafts)
         num_pages = sum(len(span.pages) - self._extra_page for span in spans)
         return Delivery(answer, num_pages, arrival.rows, arrived_s, cached_tokens, fetch.num_restarts, preempted)
 
@@ -171,7 +182,7 @@ class DecodeNode:
 
     async def _generate(self, generation: Generation, num_tokens: int) -> None:
         """Take part in decode steps until there are so many tokens, or it ends."""
-        if not self._engine.is_finished(generation, num_tokens):
+        if not self._generator.is_finished(generation, num_tokens):
             turn = self._running[generation] = Turn(num_tokens, asyncio.get_running_loop().create_future())
             self._work.set()
             await turn.over
@@ -185,7 +196,7 @@ class DecodeNode:
         """After a few tokens take all pages away, then compute what they held from the prompt and these tokens: what
         was delivered once is never fetched again. Returns False where the answer was over before."""
         await self._generate(generation, PREEMPT_AFTER)
-        if self._engine.is_finished(generation, self._new_tokens):
+        if self._generator.is_finished(generation, self._new_tokens):
             return False
         job = generation.job
         await fetch.released()
@@ -243,7 +254,7 @@ class DecodeNode:
                         await loop.run_in_executor(thread, self._run_step, batch)
                 for generation in batch:
                     turn = self._running.get(generation)
-                    if turn and not turn.over.done() and self._engine.is_finished(generation, turn.num_tokens):
+                    if turn and not turn.over.done() and self._generator.is_finished(generation, turn.num_tokens):
                         del self._running[generation]
                         turn.over.set_result(None)
                 if not batch:
@@ -251,7 +262,7 @@ class DecodeNode:
 
     def _run_step(self, batch: Sequence[Generation]) -> None:
         # No prompt is computed here, but the model signals its layers all the same, as a captured graph would.
-        self._engine.decode(batch, self._messenger.begin_step([]).signals)
+        self._generator.step(batch, self._messenger.begin_step([]).signals)
 
     def _run_prefill(self, piece: Piece) -> None:
         self._engine.prefill([piece], self._messenger.begin_step([]).signals)

@@ -21,6 +21,7 @@ from . import prompts as texts
 from . import roles
 from .decode import Delivery
 from .engine import local_engine
+from .grammar import mask_of
 from .loader import Checkpoint
 from .model import MAX_POSITIONS
 from .models import load
@@ -28,8 +29,9 @@ from .options import LONGEST_HOLD_S, Plan, make_plan, parse
 from .processes import Children, DemoFailed
 from .reference import Answer, run_alone
 from .report import PromptReport, Report
-from .selftest import bitwise_difference, difference_of
+from .selftest import bitwise_difference, difference_of, draft_difference
 from .spec import CacheSpec, make_groups
+from .speculation import acceptance, speculation
 
 REFERENCE_STEP_TOKENS = 1024  # the reference computes each prompt by itself, in one chunk
 
@@ -41,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"tools/demo: cannot write {options.json}: no such folder, or not writable", file=sys.stderr)
         return 2
     try:
-        checkpoint = load(options.model)
+        checkpoint = load(options.model, draft=options.speculate > 0)
         prompts = read_prompts(options, checkpoint)
         check_lengths(prompts, options.new_tokens)
         plan = make_plan(options, checkpoint.config, prompts)
@@ -74,6 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def read_prompts(options: argparse.Namespace, checkpoint: Checkpoint) -> list[list[int]]:
     """The prompts that the options name. Raises OSError or ValueError where a file of them cannot be read."""
+    if options.docstrings:
+        return texts.cut_docstrings(checkpoint, options.docstrings)
     if options.prompt_file:
         return [checkpoint.encode_chat(text) for text in texts.from_file(options.prompt_file)]
     lengths = options.prompt_tokens
@@ -107,15 +111,22 @@ def run(
     """Answer the prompts over several processes and in one, and compare. Raises DemoFailed."""
     with Children(options.time_limit + options.hold, log_folder) as children:
         start(children, options, plan)
-        instability = bitwise_difference(
-            checkpoint, options.groups, options.seed
-        )  # while the others load their weights
+        # while the others load their weights
+        instability = bitwise_difference(checkpoint, options.groups, options.seed, options.speculate)
         if instability:
             print(f"WARNING: arithmetic is not bitwise stable here; only tokens are compared.\n{instability}")
         transfer = serve(children, options, plan)
     print("computing the same in one process", flush=True)
     expected = compute_alone(options, checkpoint, prompts)
-    return compare(checkpoint, plan, transfer, prompts, expected, bitwise=instability is None)
+    report = compare(checkpoint, plan, transfer, prompts, expected, bitwise=instability is None)
+    answers = [delivery.answer for delivery in transfer.deliveries.values()]
+    if options.grammar:
+        report = replace(report, num_turned=sum(int(own.logits[0].argmax()) != own.tokens[0] for own in answers))
+    if options.speculate:
+        drafted = by_prompt(prompts, compute_alone(options, checkpoint, prompts, options.speculate))
+        answers = [transfer.deliveries[request_id].answer for request_id in plan.asked]
+        report = compare_drafts(options, report, answers, [drafted[tuple(own)] for own in plan.asked.values()])
+    return report
 
 
 @dataclass(frozen=True)
@@ -139,7 +150,12 @@ def start(children: Children, options: argparse.Namespace, plan: Plan) -> None:
     )
     children.start("prefill", roles.prefill, prefiller)
     decoder = roles.RoleOptions(
-        plan.decoder, options.new_tokens, extra_page=options.extra_page, preempt_every=options.decode_preempt
+        plan.decoder,
+        options.new_tokens,
+        extra_page=options.extra_page,
+        preempt_every=options.decode_preempt,
+        grammar=options.grammar,
+        zero_hidden=options.zero_hidden,
     )
     for name in plan.rounds:
         children.start(name, roles.decode, replace(decoder, node=replace(plan.decoder, name=name)))
@@ -194,14 +210,22 @@ def show_held(children: Children, prefiller: roles.Ready, decoders: Sequence[rol
     children.send("prefill", roles.GoOn())
 
 
-def compute_alone(options: argparse.Namespace, checkpoint: Checkpoint, prompts: Sequence[list[int]]) -> list[Answer]:
-    """The oracle: all prompts in this process, over one rank."""
-    spec = CacheSpec(make_groups(checkpoint.config, options.page_tokens[1], options.groups))
+def compute_alone(
+    options: argparse.Namespace, checkpoint: Checkpoint, prompts: Sequence[list[int]], num_drafts: int = 0
+) -> list[Answer]:
+    """The oracle: all prompts in this process, over one rank. Without drafts it has no draft layer either."""
+    groups = make_groups(checkpoint.config, options.page_tokens[1], options.groups, draft=num_drafts > 0)
+    spec = CacheSpec(groups)
     num_pages = [
         sum(group.num_pages(0, len(prompt) + options.new_tokens) for prompt in prompts) for group in spec.groups
     ]
     engine = local_engine(checkpoint, spec, num_pages, options.seed + 2)
-    return run_alone(engine, prompts, options.new_tokens, REFERENCE_STEP_TOKENS)
+    mask = mask_of(options.grammar, checkpoint)
+    return run_alone(engine, prompts, options.new_tokens, REFERENCE_STEP_TOKENS, num_drafts=num_drafts, mask=mask)
+
+
+def by_prompt(prompts: Sequence[list[int]], answers: Sequence[Answer]) -> dict[tuple[int, ...], Answer]:
+    return {tuple(prompt): answer for prompt, answer in zip(prompts, answers, strict=True)}
 
 
 def compare(
@@ -214,11 +238,10 @@ def compare(
     bitwise: bool,
 ) -> Report:
     """Compare what each decoder answered, each time it was asked, with the oracle."""
-    answers = {tuple(prompt): answer for prompt, answer in zip(prompts, expected, strict=True)}
-    asked = {request: prompt for rounds in plan.rounds.values() for own in rounds for request, prompt in own.items()}
+    answers = by_prompt(prompts, expected)
     source_page, target_page = (node.spec.groups[0].page_tokens for node in (plan.prefiller, plan.decoder))
     served, lines = transfer.served, []
-    for request_id, prompt in asked.items():
+    for request_id, prompt in plan.asked.items():
         delivery, answer = transfer.deliveries[request_id], answers[tuple(prompt)]
         difference = difference_of(answer, delivery.answer)
         if not bitwise:
@@ -248,3 +271,17 @@ def compare(
         num_distinct_tokens=len({token for own in transfer.deliveries.values() for token in own.answer.tokens}),
         bitwise=bitwise,
     )
+
+
+def compare_drafts(
+    options: argparse.Namespace, report: Report, found: Sequence[Answer], expected: Sequence[Answer]
+) -> Report:
+    """Add to a report what became of the drafts over several processes, and in one. From zeros they may differ."""
+    lines = []
+    for line, own, other in zip(report.prompts, found, expected, strict=True):
+        difference = line.difference
+        if report.bitwise and not options.zero_hidden:
+            difference = difference or draft_difference(other, own)
+        lines.append(replace(line, drafts=acceptance(own.drafts), difference=difference))
+    drafts = speculation(options.speculate, options.zero_hidden, found, expected)
+    return replace(report, prompts=lines, speculation=drafts)

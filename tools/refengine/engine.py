@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from .arithmetic import KEY_BLOCK
 from .cache import PagedCache, PagePool
 from .loader import Checkpoint
-from .model import Batch, Shard, logits, only_rank
+from .model import Batch, Shard, only_rank
 from .prefix import PrefixCache, check_groups
 from .scheduler import Hit, Holding, Job, Piece
 from .spec import CacheSpec
@@ -41,6 +41,9 @@ class Ranks(Protocol):
             pauses: What to call on the way.
         """
 
+    def draft(self, states: Tensor, batches: Sequence[Batch]) -> Tensor:
+        """Run the draft layer on all ranks: `Shard.draft`."""
+
     def poison(self, group: int, pages: Sequence[int]) -> None:
         """Fill pages with NaN on all ranks."""
 
@@ -55,7 +58,7 @@ class OnlyRank:
         self.caches = [
             PagedCache(checkpoint.config, spec, group, num) for group, num in zip(spec.groups, num_pages, strict=True)
         ]
-        self._shard = Shard(checkpoint, spec, 0, self.caches)
+        self.shard = Shard(checkpoint, spec, 0, self.caches)
 
     def forward(self, batches: Sequence[Batch], signals: Sequence[Signal], pauses: Pauses) -> Tensor:
         def after_layer(layer: int) -> None:
@@ -66,7 +69,10 @@ class OnlyRank:
 
         for signal in signals:
             signal.start()
-        return self._shard.forward(batches, only_rank, after_layer)
+        return self.shard.forward(batches, only_rank, after_layer)
+
+    def draft(self, states: Tensor, batches: Sequence[Batch]) -> Tensor:
+        return self.shard.draft(states, batches, only_rank)
 
     def poison(self, group: int, pages: Sequence[int]) -> None:
         self.caches[group].poison(pages)
@@ -75,17 +81,8 @@ class OnlyRank:
         return self.caches[group].is_poisoned(pages)
 
 
-@dataclass(eq=False)
-class Generation:
-    """What the decoder made of a job: the tokens it chose and the logits [vocab] it chose each of them from."""
-
-    job: Job
-    tokens: list[int] = field(default_factory=list)
-    logits: list[Tensor] = field(default_factory=list)
-
-
 class Engine:
-    """Runs prefill steps and decode steps.
+    """Pages, and the steps that compute with them.
 
     Args:
         checkpoint: The model.
@@ -208,27 +205,63 @@ class Engine:
 
     def prefill(self, pieces: Sequence[Piece], signals: Sequence[Signal] = (), pauses: Pauses | None = None) -> Tensor:
         """Compute pieces of several prompts. Returns the hidden state [pieces, hidden] of each one's last token."""
-        batches = [
-            self._batch([piece.job], [piece.job.prompt[piece.start : piece.stop]], [piece.start]) for piece in pieces
-        ]
+        batches = []
+        for piece in pieces:
+            batch = self._batch([piece.job], [piece.job.prompt[piece.start : piece.stop]], [piece.start])
+            if self.spec.has_draft:
+                batch = replace(batch, following=torch.tensor([piece.job.prompt[piece.start + 1 : piece.stop + 1]]))
+            batches.append(batch)
         hidden = self.ranks.forward(batches, signals, pauses or {})
         for piece in pieces:
             self.slide(piece.job, piece.stop)
-        return hidden
+        lengths = torch.tensor([piece.stop - piece.start for piece in pieces])
+        return hidden[lengths.cumsum(0) - 1]
 
-    def decode(self, generations: Sequence[Generation], signals: Sequence[Signal] = ()) -> None:
-        """Generate one more token of each, in one batch; the first is computed from the prompt's last token."""
-        inputs = [[(own.tokens or own.job.prompt)[-1]] for own in generations]
-        starts = [own.job.num_prefill + len(own.tokens) for own in generations]
-        hidden = self.ranks.forward([self._batch([own.job for own in generations], inputs, starts)], signals, {})
-        for own, start, row in zip(generations, starts, logits(self.checkpoint, hidden), strict=True):
-            if not row.isfinite().all():
-                raise FloatingPointError(
-                    f"request {own.job.request_id!r}: logits at position {start} are not finite; the cache held "
-                    "something that was never written"
-                )
-            own.logits.append(row.clone())
-            own.tokens.append(int(row.argmax()))
+    def extend(
+        self,
+        jobs: Sequence[Job],
+        tokens: Sequence[Sequence[int]],
+        starts: Sequence[int],
+        signals: Sequence[Signal] = (),
+    ) -> list[Tensor]:
+        """Compute some tokens of each job, from position `starts[job]` on. Returns their hidden states, a job each:
+        [tokens, hidden]."""
+        order, batches = self.batches(jobs, tokens, starts)
+        return in_order(self.ranks.forward(batches, signals, {}), order, tokens)
+
+    def draft(
+        self,
+        jobs: Sequence[Job],
+        states: Sequence[Tensor],
+        following: Sequence[Sequence[int]],
+        starts: Sequence[int],
+    ) -> list[Tensor]:
+        """Run the draft layer on states [tokens, hidden] of each job, from position `starts[job]` on.
+
+        Args:
+            jobs: Whose.
+            states: After the final norm.
+            following: The token after each of these positions.
+            starts: Position of the first, a job each.
+
+        Returns:
+            The states expected at the positions of the following tokens, a job each: [tokens, hidden].
+        """
+        order, batches = self.batches(jobs, following, starts)
+        return in_order(self.ranks.draft(torch.cat([states[index] for index in order]), batches), order, following)
+
+    def batches(
+        self, jobs: Sequence[Job], tokens: Sequence[Sequence[int]], starts: Sequence[int]
+    ) -> tuple[list[int], list[Batch]]:
+        """A batch for each number of tokens, and the order in which they have the jobs."""
+        by_length: dict[int, list[int]] = {}
+        for index, own in enumerate(tokens):
+            by_length.setdefault(len(own), []).append(index)
+        batches = [
+            self._batch([jobs[at] for at in some], [tokens[at] for at in some], [starts[at] for at in some])
+            for some in by_length.values()
+        ]
+        return [index for some in by_length.values() for index in some], batches
 
     def _batch(self, jobs: Sequence[Job], tokens: Sequence[Sequence[int]], starts: Sequence[int]) -> Batch:
         """Tokens of several jobs, the same number each, from position `starts[job]` on."""
@@ -240,9 +273,6 @@ class Engine:
             key_starts.append(first // KEY_BLOCK * KEY_BLOCK)
             tables.append(page_table([job.held[index] for job in jobs], key_starts[-1], max(starts) + num_tokens))
         return Batch(torch.tensor(tokens), positions, tuple(tables), tuple(key_starts))
-
-    def is_finished(self, generation: Generation, max_new_tokens: int) -> bool:
-        return len(generation.tokens) >= max_new_tokens or generation.tokens[-1:] == [self.config.end_token]
 
     def warm_up(self, signals: Sequence[Signal] = ()) -> None:
         """One forward pass on a page of its own, so that the first request does not pay for touching the weights."""
@@ -268,6 +298,12 @@ def page_table(held: Sequence[Holding], key_start: int, num_tokens: int) -> Tens
         begin = first - key_start // page_tokens
         row[begin : begin + len(pages)] = torch.tensor(pages, dtype=torch.int64)
     return table
+
+
+def in_order(rows: Tensor, order: Sequence[int], tokens: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Divide the rows of batches, which have the jobs in this order, among the jobs."""
+    parts = torch.split(rows, [len(tokens[index]) for index in order])
+    return [part for _, part in sorted(zip(order, parts, strict=True), key=lambda pair: pair[0])]
 
 
 def local_engine(

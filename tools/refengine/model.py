@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -12,9 +12,10 @@ from torch import Tensor
 from .arithmetic import attend, by_head, linear, rms_norm, rotary_table, rotate
 from .cache import PagedCache
 from .loader import Checkpoint
-from .spec import CacheSpec
+from .spec import DRAFT, CacheSpec
 
 MAX_POSITIONS = 8192
+NORM_EPSILON = 1e-6
 
 Exchange = Callable[[Tensor], Tensor]
 """From a rank's own terms of a sum [own heads, rows, hidden] to those of all ranks [heads, rows, hidden]."""
@@ -29,12 +30,14 @@ class Batch:
         positions: [sequences, tokens], ascending.
         tables: A group each: [sequences, pages] page table, in whole blocks of keys.
         key_starts: A group each: the position at which its table begins.
+        following: [sequences, tokens] the id after each token, for the draft layer; None: it stores nothing.
     """
 
     tokens: Tensor
     positions: Tensor
     tables: tuple[Tensor, ...]
     key_starts: tuple[int, ...]
+    following: Tensor | None = None
 
 
 def only_rank(terms: Tensor) -> Tensor:
@@ -63,12 +66,14 @@ class Shard:
     """The heads of one rank, and its caches.
 
     Attention and MLP are cut by KV head. Each head adds one term to the residual stream, and every rank adds the
-    terms of all heads in the same order: the number of ranks changes no bit.
+    terms of all heads in the same order: the number of ranks changes no bit. The draft layer (`mtp`) is cut alike.
     """
 
     def __init__(self, checkpoint: Checkpoint, spec: CacheSpec, rank: int, caches: Sequence[PagedCache]) -> None:
-        self._config, self._weights, self.caches = checkpoint.config, checkpoint.weights, caches
+        self._checkpoint, self.caches = checkpoint, caches
+        self._config, self._weights = checkpoint.config, checkpoint.weights
         self._heads = spec.heads(self._config, rank)
+        self._names = [*map(str, range(self._config.num_layers)), DRAFT]
         self._cosine, self._sine = rotary_table(MAX_POSITIONS, self._config.head_dim, self._config.rope_base)
         self._places = {
             layer: (group, index)
@@ -84,10 +89,10 @@ class Shard:
             batches: What the step computes.
             exchange: Meets the other ranks.
             after_layer: Called with a layer's index after the exchange that follows its attention output projection:
-                what all ranks stored of it is final then.
+                what all ranks stored of it is final then. The draft layer comes last, where batches say what follows.
 
         Returns:
-            Hidden states [sequences of all batches, hidden] of each sequence's last token, before the final norm.
+            Hidden states [rows of all batches, hidden], before the final norm.
         """
         weights, heads, rows = self._weights, self._heads, self._rows(batches)
         x = weights["embedding"][torch.cat([batch.tokens.flatten() for batch in batches])]
@@ -96,11 +101,43 @@ class Shard:
             for term in exchange(by_head(attended, weights[f"{layer}.attention_out"][heads])):
                 x = x + term
             after_layer(layer)
-            gate, up = by_head(self._normed(x, layer, "mlp_norm"), weights[f"{layer}.gate_up"][heads]).chunk(2, -1)
-            for term in exchange(by_head(F.silu(gate) * up, weights[f"{layer}.down"][heads])):
+            gated = self._gated(layer, self._normed(x, layer, "mlp_norm"))
+            for term in exchange(by_head(gated, weights[f"{layer}.down"][heads])):
                 x = x + term
-        lengths = torch.tensor([batch.tokens.shape[1] for batch in batches for _ in batch.tokens])
-        return x[lengths.cumsum(0) - 1]
+        following = [replace(batch, tokens=batch.following) for batch in batches if batch.following is not None]
+        if following:
+            self.draft(final_norm(self._checkpoint, x), following, exchange)
+            after_layer(self._config.num_layers)
+        return x
+
+    @torch.no_grad()
+    def draft(self, states: Tensor, batches: Sequence[Batch], exchange: Exchange) -> Tensor:
+        """Run the draft layer alone, and store its keys and values.
+
+        Args:
+            states: [rows of all batches, hidden], after the final norm: the model's, or what this returned for the
+                positions before.
+            batches: The positions of these states; their tokens are those that follow them.
+            exchange: Meets the other ranks.
+
+        Returns:
+            The states [rows, hidden], after the final norm, that it expects at the positions of the following tokens.
+        """
+        features = self.draft_features(states, batches)
+        x = self._weights["draft.mean"].expand(len(states), -1)
+        for term in exchange(by_head(features, self._weights["draft.out"][self._heads])):
+            x = x + term
+        return x
+
+    @torch.no_grad()
+    def draft_features(self, states: Tensor, batches: Sequence[Batch]) -> Tensor:
+        """What the output of the draft layer is a linear function of: [own heads, rows, features]. See `draft`."""
+        layer, embedding = self._config.num_layers, self._weights["embedding"]
+        following = embedding[torch.cat([batch.tokens.flatten() for batch in batches])]
+        seen = torch.cat([unit(states), unit(following)], -1)
+        cut = seen.view(len(seen), self._config.num_kv_heads, -1).transpose(0, 1)[self._heads]
+        attended = self._attention(layer, seen, batches, self._rows(batches))
+        return torch.cat((cut, attended, self._gated(layer, seen)), -1)
 
     def _rows(self, batches: Sequence[Batch]) -> Rows:
         positions = torch.cat([batch.positions.flatten() for batch in batches])
@@ -116,13 +153,18 @@ class Shard:
     def _normed(self, x: Tensor, layer: int, name: str) -> Tensor:
         return rms_norm(x, self._weights[f"{layer}.{name}"], self._config.norm_epsilon)
 
+    def _gated(self, layer: int, normed: Tensor) -> Tensor:
+        """The inner values of the layer's MLP: [own heads, rows, piece]."""
+        gate, up = by_head(normed, self._weights[f"{self._names[layer]}.gate_up"][self._heads]).chunk(2, -1)
+        return F.silu(gate) * up
+
     def _attention(self, layer: int, normed: Tensor, batches: Sequence[Batch], rows: Rows) -> Tensor:
         """Store the layer's keys and values, then attend to them: [own heads, rows, share * head_dim]."""
-        group, index = self._places[layer]
+        (group, index), name = self._places[layer], self._names[layer]
         cache, dim = self.caches[group], self._config.head_dim
-        keys, values = by_head(normed, self._weights[f"{layer}.kv"][cache.heads]).chunk(2, -1)
+        keys, values = by_head(normed, self._weights[f"{name}.kv"][cache.heads]).chunk(2, -1)
         cache.write(index, rows.pages[group], rows.offsets[group], self._rotate(keys, rows), values)
-        query = by_head(normed, self._weights[f"{layer}.query"][self._heads])
+        query = by_head(normed, self._weights[f"{name}.query"][self._heads])
         query = self._rotate(query, rows).view(*query.shape[:2], -1, dim)  # [head, row, share, dim]
         attended = [
             attend(
@@ -142,7 +184,17 @@ class Shard:
 
 
 @torch.no_grad()
-def logits(checkpoint: Checkpoint, hidden: Tensor) -> Tensor:
-    """Logits [rows, vocab] of hidden states [rows, hidden]."""
-    normed = rms_norm(hidden, checkpoint.weights["norm"], checkpoint.config.norm_epsilon)
-    return linear(normed, checkpoint.weights["embedding"])
+def final_norm(checkpoint: Checkpoint, hidden: Tensor) -> Tensor:
+    """Hidden states [rows, hidden] as logits and drafts are made of them."""
+    return rms_norm(hidden, checkpoint.weights["norm"], checkpoint.config.norm_epsilon)
+
+
+@torch.no_grad()
+def logits(checkpoint: Checkpoint, states: Tensor) -> Tensor:
+    """Logits [rows, vocab] of states [rows, hidden] after the final norm."""
+    return linear(states, checkpoint.weights["embedding"])
+
+
+def unit(x: Tensor) -> Tensor:
+    """Rows of mean square 1; zeros stay zeros."""
+    return rms_norm(x, torch.ones(x.shape[-1]), NORM_EPSILON)

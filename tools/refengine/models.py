@@ -10,6 +10,7 @@ from torch import Tensor
 
 from . import loader
 from .loader import Checkpoint, ModelConfig
+from .mtp import with_draft_layer
 
 NAMES = ("smollm2", "random8")
 
@@ -27,11 +28,10 @@ RANDOM8 = ModelConfig(
 )
 
 
-def load(name: str) -> Checkpoint:
-    """A checkpoint by its name, one of `NAMES`."""
-    if name == "random8":
-        return random_checkpoint(name, RANDOM8, byte_tokenizer())
-    return loader.load()
+def load(name: str, *, draft: bool = False) -> Checkpoint:
+    """A checkpoint by its name, one of `NAMES`; with `draft` it has a draft layer."""
+    checkpoint = random_checkpoint(name, RANDOM8, byte_tokenizer()) if name == "random8" else loader.load()
+    return with_draft_layer(checkpoint) if draft else checkpoint
 
 
 def random_checkpoint(name: str, config: ModelConfig, tokenizer: Tokenizer, seed: int = 0) -> Checkpoint:

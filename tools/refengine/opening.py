@@ -30,7 +30,8 @@ class Node:
 @asynccontextmanager
 async def open_node(options: NodeOptions) -> AsyncIterator[Node]:
     """Open an engine and its messenger; leaving the block closes both."""
-    checkpoint, spec, num_pages = load(options.model), options.spec, options.num_pages
+    spec, num_pages = options.spec, options.num_pages
+    checkpoint = load(options.model, draft=spec.has_draft)
     workers: WorkerGroup | None = None
     counters: SharedCounters | tuple[()] = ()
     async with AsyncExitStack() as stack:

@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from .grammar import GRAMMARS
 from .loader import ModelConfig
 from .models import NAMES
 from .prefix import check_groups
 from .spec import CacheSpec, NodeOptions, check_ranks, make_groups
 
 LONGEST_HOLD_S = 3600
+DEFAULT_NEW_TOKENS = 24
 
 
 def parser(program: str, description: str | None) -> argparse.ArgumentParser:
@@ -28,7 +30,26 @@ def parser(program: str, description: str | None) -> argparse.ArgumentParser:
     add("--prompt-file", type=Path, metavar="FILE", help="your own prompts instead, separated by blank lines")
     lengths = "N[,N...]"
     add("--prompt-tokens", type=token_counts, metavar=lengths, help="cut or repeat built-in prompts to these lengths")
-    add("--new-tokens", type=positive, default=24, metavar="N", help="most tokens to generate a prompt (default: 24)")
+    add(
+        "--docstrings",
+        type=positive,
+        metavar="N",
+        help="instead: N beginnings of docstrings of the standard library, which the model goes on with",
+    )
+    add(
+        "--new-tokens",
+        type=positive,
+        metavar="N",
+        help="most tokens to generate a prompt (default: 24; with --docstrings and --speculate K only K + 1, so that a "
+        "prompt's first verify step, whose drafts come from the state that travelled, weighs most)",
+    )
+    add("--speculate", type=positive, default=0, metavar="K", help="draft up to K tokens a step and verify them")
+    add(
+        "--zero-hidden",
+        action="store_true",
+        help="draft from zeros at first: 0.7 of what is accepted at most",
+    )
+    add("--grammar", choices=GRAMMARS, help="what answers may look like; only the decoder knows it")
     add("--chunk-tokens", type=positive, default=64, metavar="N", help="tokens a prefill step computes (default: 64)")
     add("--prefill-tp", type=positive, default=1, metavar="N", help="ranks of the prefiller (default: 1)")
     add("--decode-tp", type=positive, default=1, metavar="N", help="ranks of a decoder (default: 1)")
@@ -101,8 +122,12 @@ def parse(arguments: Sequence[str] | None, program: str = "tools/demo", about: s
         reader.error("--hold shows transfers under way; --post-at-end has none while a step runs")
     if options.at_once and options.repeat == 1:
         reader.error("--at-once says when prompts are repeated; --repeat says how often")
-    if options.prompt_tokens and options.prompt_file:
-        reader.error("--prompt-tokens cuts built-in prompts; --prompt-file gives your own")
+    if sum(map(bool, (options.prompt_tokens, options.prompt_file, options.docstrings))) > 1:
+        reader.error("prompts come from --prompt-tokens, --prompt-file or --docstrings: one of them")
+    if options.zero_hidden and not options.speculate:
+        reader.error("--zero-hidden is about drafts; it needs --speculate K")
+    if options.new_tokens is None:
+        options.new_tokens = options.speculate + 1 if options.docstrings and options.speculate else DEFAULT_NEW_TOKENS
     return options
 
 
@@ -120,6 +145,13 @@ class Plan:
     decoder: NodeOptions
     rounds: dict[str, list[dict[str, list[int]]]]
 
+    @property
+    def asked(self) -> dict[str, list[int]]:
+        """All prompts by request id."""
+        return {
+            request: prompt for own in self.rounds.values() for prompts in own for request, prompt in prompts.items()
+        }
+
 
 def make_plan(options: argparse.Namespace, config: ModelConfig, prompts: Sequence[list[int]]) -> Plan:
     """What the options ask for, with pages for these prompts.
@@ -134,7 +166,12 @@ def make_plan(options: argparse.Namespace, config: ModelConfig, prompts: Sequenc
             raise ValueError(f"{option} {num_ranks} does not fit --model {options.model}: {error}") from None
     names = ["decode"] if options.decoders == 1 else [f"decode-{index}" for index in range(options.decoders)]
     prefiller, decoder = (
-        CacheSpec(make_groups(config, page_tokens, options.groups), layout, options.latent, num_ranks)
+        CacheSpec(
+            make_groups(config, page_tokens, options.groups, draft=options.speculate > 0),
+            layout,
+            options.latent,
+            num_ranks,
+        )
         for page_tokens, layout, num_ranks in zip(
             options.page_tokens, options.layout, (options.prefill_tp, options.decode_tp), strict=True
         )
@@ -158,6 +195,7 @@ def make_plan(options: argparse.Namespace, config: ModelConfig, prompts: Sequenc
     common = {
         "model": options.model,
         "step_tokens": options.chunk_tokens,
+        "num_drafts": options.speculate,
         "fabric": options.provider,
         "num_interfaces": options.interfaces,
         "every_rank_bumps": options.counters == "rank",

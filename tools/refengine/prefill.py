@@ -170,7 +170,7 @@ class PrefillNode:
             for piece in ending:
                 self._before_last_signal(piece.job.request_id)
 
-        num_layers = self._engine.config.num_layers
+        num_layers = self._engine.spec.num_layers
         pauses = {num_layers - 1: last_layer} if ending else {}
         if self._half_way:
             pauses[num_layers // 2] = self._half_way

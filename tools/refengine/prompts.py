@@ -5,6 +5,9 @@ from __future__ import annotations
 from itertools import product
 from pathlib import Path
 
+from .docstrings import FOR_PROMPTS, docstrings
+from .loader import Checkpoint
+
 LIGHTHOUSE = """The lighthouse on the northern cape was built in three summers by a crew of forty. Stone came by \
 boat from a quarry across the bay, and only on days when the wind blew from the south. The first keeper, a retired \
 ship's carpenter, lived there with two goats and a barrel of lamp oil that had to last the winter. Every evening he \
@@ -45,6 +48,9 @@ nobody would look inside. The list was sent to three makers of kettles; one of t
 The volunteers have framed that letter. Asked why they do it, most of them say that they like the moment when the \
 lamp comes on again."""
 
+DOCSTRING_TOKENS = 48  # at least, of a docstring that is cut to a prompt
+SHORTEST_CUT, LONGEST_CUT = 24, 40
+
 PASSAGES = (LIGHTHOUSE, BAKERY, RIVER, WORKSHOP)
 TASKS = (
     """Summarise this text in two sentences, in plain words that a child of ten would understand, and add nothing that \
@@ -83,3 +89,14 @@ def from_file(path: Path) -> list[str]:
     if not prompts:
         raise ValueError(f"{path} holds no prompt; write one or more, separated by blank lines")
     return prompts
+
+
+def cut_docstrings(checkpoint: Checkpoint, num_prompts: int) -> list[list[int]]:
+    """Token ids of beginnings of docstrings, as they are, cut where much is still to come. The model goes on with
+    them, which is easier to draft than an answer. Raises ValueError where there are not so many."""
+    encoded = (list(checkpoint.tokenizer.encode(text).ids) for text in docstrings(FOR_PROMPTS))
+    long = [tokens for tokens in encoded if len(tokens) >= DOCSTRING_TOKENS]
+    if num_prompts > len(long):
+        raise ValueError(f"there are only {len(long)} docstrings of {DOCSTRING_TOKENS} tokens, not {num_prompts}")
+    chosen = long[:: len(long) // num_prompts][:num_prompts]
+    return [tokens[: SHORTEST_CUT + index % (LONGEST_CUT - SHORTEST_CUT + 1)] for index, tokens in enumerate(chosen)]

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .engine import Engine, Generation
+from .engine import Engine
+from .generation import Draft, Generator
+from .grammar import Mask
 from .scheduler import Holding, Job, PrefillScheduler
 
 
@@ -20,17 +22,33 @@ class Answer:
         tokens: The generated ids.
         logits: [generated tokens, vocab].
         hidden: [hidden], the last prefilled token's state; zeros for a prompt of one token.
+        drafts: Of each step that had some.
     """
 
     tokens: list[int]
     logits: Tensor
     hidden: Tensor
+    drafts: list[Draft]
 
 
 def run_alone(
-    engine: Engine, prompts: Sequence[list[int]], new_tokens: int, step_tokens: int, max_running: int = 1
+    engine: Engine,
+    prompts: Sequence[list[int]],
+    new_tokens: int,
+    step_tokens: int,
+    max_running: int = 1,
+    *,
+    num_drafts: int = 0,
+    mask: Mask | None = None,
 ) -> list[Answer]:
-    """Prefill and decode all prompts in this process. The cache must have pages for all of them at once."""
+    """Prefill and decode all prompts in this process. The cache must have pages for all of them at once.
+
+    Args:
+        engine: What computes.
+        prompts: Token ids.
+        new_tokens, num_drafts, mask: As in `Generator`.
+        step_tokens, max_running: As in `PrefillScheduler`.
+    """
 
     def allocate(job: Job) -> list[Holding]:
         held = engine.allocate(len(job.prompt) + new_tokens)
@@ -50,9 +68,10 @@ def run_alone(
         for piece, state in zip(pieces, engine.prefill(pieces), strict=True):
             hidden[piece.job.request_id] = state
 
-    generations = [Generation(job) for job in jobs]
-    while running := [own for own in generations if not engine.is_finished(own, new_tokens)]:
-        engine.decode(running)
+    generator = Generator(engine, new_tokens, num_drafts, mask)
+    generations = [generator.begin(job, hidden[job.request_id]) for job in jobs]
+    while running := [own for own in generations if not generator.is_finished(own)]:
+        generator.step(running)
     for job in jobs:
         engine.release(job)
-    return [Answer(own.tokens, torch.stack(own.logits), hidden[own.job.request_id]) for own in generations]
+    return [Answer(own.tokens, torch.stack(own.logits), hidden[own.job.request_id], own.drafts) for own in generations]

@@ -6,6 +6,8 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from .speculation import Acceptance, Speculation
+
 LONG_TOKENS = 256  # prompts of at least this many tokens count for the overall landed share
 
 
@@ -14,7 +16,8 @@ class PromptReport:
     """One prompt. `landed_early` is the share of its rows that were at the decoder before the last layer of its last
     chunk was signalled; None when it has no rows. `difference` is None when every bit is equal. `prefill_hits` and
     `decode_hits` are pages that were found in the prefix cache of that side. `num_restarts` counts how often the
-    prefiller took its pages back and began again; `preempted` tells whether the decoder did, and went on by itself."""
+    prefiller took its pages back and began again; `preempted` tells whether the decoder did, and went on by itself.
+    `drafts` is None where there were none."""
 
     request_id: str
     num_tokens: int
@@ -27,11 +30,13 @@ class PromptReport:
     decode_hits: int = 0
     num_restarts: int = 0
     preempted: bool = False
+    drafts: Acceptance | None = None
 
 
 @dataclass(frozen=True)
 class Report:
-    """A whole run. `bitwise` tells whether bits were compared or, on a machine that cannot, tokens."""
+    """A whole run. `bitwise` tells whether bits were compared or, on a machine that cannot, tokens. `num_turned` counts
+    the prompts whose first token a grammar made another one; None without a grammar."""
 
     prompts: list[PromptReport]
     fabric: str
@@ -40,6 +45,8 @@ class Report:
     transfer_s: float
     num_distinct_tokens: int
     bitwise: bool
+    speculation: Speculation | None = None
+    num_turned: int | None = None
 
     @property
     def num_equal(self) -> int:
@@ -47,7 +54,8 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        return self.num_equal == len(self.prompts) > 0 and self.num_distinct_tokens > 1
+        drafts_ok = self.speculation is None or self.speculation.ok
+        return self.num_equal == len(self.prompts) > 0 and self.num_distinct_tokens > 1 and drafts_ok
 
     @property
     def landed_early(self) -> float | None:
@@ -72,6 +80,13 @@ class Report:
                 f"landed early  {percent(self.landed_early)} of the rows of prompts of >= {LONG_TOKENS} tokens (*)",
                 "              (*) at the decoder before the last layer of the prompt's last chunk was signalled",
             ]
+        if self.speculation is not None:
+            lines += self.speculation.lines()
+        if self.num_turned is not None:
+            lines.append(
+                f"grammar       {self.num_turned} of {len(self.prompts)} first tokens would have been others, had the "
+                "prefiller sampled them"
+            )
         if self.num_distinct_tokens < 2:
             lines.append("SUSPICIOUS: all prompts together generated no two different tokens")
         if not self.bitwise:
@@ -109,9 +124,10 @@ def prompt_line(prompt: PromptReport) -> str:
     shown = text if len(text) <= 56 else text[:55] + "…"
     hits = f" hit {prompt.prefill_hits}:{prompt.decode_hits}" if prompt.prefill_hits or prompt.decode_hits else ""
     verdict = "equal" if prompt.difference is None else f"DIFFERS ({prompt.difference})"
+    drafts = "" if prompt.drafts is None else f"drafts {prompt.drafts.num_accepted}/{prompt.drafts.num_proposed}  "
     return (
         f"{prompt.request_id:<10} {prompt.num_tokens:>5} tokens {prompt.num_pages:>4} pages "
-        f"{prompt.rows:>7} rows{hits}  landed early {percent(prompt.landed_early):>7}  {verdict}  {shown!r}"
+        f"{prompt.rows:>7} rows{hits}  landed early {percent(prompt.landed_early):>7}  {drafts}{verdict}  {shown!r}"
     )
 
 

@@ -11,6 +11,7 @@ import kvmsgr
 from kvmsgr.inspect import landed_rows
 
 from .decode import DecodeNode, Delivery
+from .grammar import mask_of
 from .opening import Node, open_node
 from .prefill import PrefillNode
 from .processes import Channel
@@ -20,8 +21,8 @@ from .spec import NodeOptions
 @dataclass(frozen=True)
 class RoleOptions:
     """Options of one process. `post_at_end` and the faults are the prefiller's, which also stands still once, in the
-    middle of a step, where its node may be held; `extra_page` is a decoder's. `preempt_every` counts the steps of a
-    prefiller, the requests of a decoder."""
+    middle of a step, where its node may be held; `extra_page`, `grammar` and `zero_hidden` are a decoder's.
+    `preempt_every` counts the steps of a prefiller, the requests of a decoder."""
 
     node: NodeOptions
     new_tokens: int
@@ -30,6 +31,8 @@ class RoleOptions:
     drop_write: int | None = None
     extra_page: bool = False
     preempt_every: int = 0
+    grammar: str | None = None
+    zero_hidden: bool = False
 
 
 @dataclass(frozen=True)
@@ -125,7 +128,7 @@ async def serve(channel: Channel, options: RoleOptions, node: Node) -> None:
         post_at_end=options.post_at_end,
         preempt_every=options.preempt_every,
         before_last_signal=look,
-        half_way=lambda: hold.stand_still(node.engine.config.num_layers, prefiller.num_alive),
+        half_way=lambda: hold.stand_still(node.engine.spec.num_layers, prefiller.num_alive),
     )
     async with asyncio.TaskGroup() as group:
         running = group.create_task(prefiller.run())
@@ -177,6 +180,9 @@ async def generate(channel: Channel, options: RoleOptions, node: Node) -> None:
         extra_page=options.extra_page,
         preempt_every=options.preempt_every,
         step_tokens=options.node.step_tokens,
+        num_drafts=options.node.num_drafts,
+        mask=mask_of(options.grammar, node.engine.checkpoint),
+        zero_hidden=options.zero_hidden,
     )
     deliveries: dict[str, Delivery] = {}
     async with asyncio.TaskGroup() as group:

@@ -16,8 +16,8 @@ NEW_TOKENS = 4
 NUM_LAYERS = 4  # all have the same shapes; a difference in the first shows in the logits
 
 
-def bitwise_difference(checkpoint: Checkpoint, num_groups: int = 1, seed: int = 0) -> str | None:
-    """Run the same prompts in several ways and compare every logit and hidden state bit by bit.
+def bitwise_difference(checkpoint: Checkpoint, num_groups: int = 1, seed: int = 0, num_drafts: int = 0) -> str | None:
+    """Run the same prompts in several ways and compare every logit, hidden state and draft bit by bit.
 
     The first way computes each prompt by itself in one chunk; the others use odd chunks, shared steps, other page
     sizes, another layout, latent rows and other batch sizes in decode.
@@ -26,6 +26,8 @@ def bitwise_difference(checkpoint: Checkpoint, num_groups: int = 1, seed: int = 
         checkpoint: The model; its first `NUM_LAYERS` layers are run.
         num_groups: As in `make_groups`.
         seed: Of the prompts and the order of pages.
+        num_drafts: Most tokens drafted a step, where the checkpoint has a draft layer. The logits are compared with
+            those of a run without drafts.
 
     Returns:
         None when all agree, otherwise the first difference in words.
@@ -36,19 +38,26 @@ def bitwise_difference(checkpoint: Checkpoint, num_groups: int = 1, seed: int = 
         torch.randint(3, checkpoint.config.vocab, (length,), generator=generator).tolist() for length in PROMPT_TOKENS
     ]
 
-    def run(spec: CacheSpec, some: list[list[int]], step_tokens: int, max_running: int) -> list[Answer]:
+    def run(
+        spec: CacheSpec, some: list[list[int]], step_tokens: int, max_running: int, num_drafts: int = num_drafts
+    ) -> list[Answer]:
         num_pages = [sum(group.num_pages(0, len(prompt) + NEW_TOKENS) for prompt in some) for group in spec.groups]
-        return run_alone(local_engine(checkpoint, spec, num_pages, seed), some, NEW_TOKENS, step_tokens, max_running)
+        engine = local_engine(checkpoint, spec, num_pages, seed)
+        return run_alone(engine, some, NEW_TOKENS, step_tokens, max_running, num_drafts=num_drafts)
 
     def groups(page_tokens: int) -> tuple[Group, ...]:
-        return make_groups(checkpoint.config, page_tokens, num_groups)
+        return make_groups(checkpoint.config, page_tokens, num_groups, draft=num_drafts > 0)
 
     alone = [run(CacheSpec(groups(16)), [prompt], 1024, 1)[0] for prompt in prompts]
+    if num_drafts:
+        plain = run(CacheSpec(groups(16)), prompts[1:2], 1024, 1, num_drafts=0)[0]
+        if difference := difference_of(plain, alone[1]):
+            return f"with {num_drafts} drafts a step: {difference}"
     ways = [(CacheSpec(groups(8), "nhd"), 61, 3), (CacheSpec(groups(32), latent=True), 7, 2)]
     for spec, step_tokens, max_running in ways:
         together = run(spec, prompts, step_tokens, max_running)
         for index, (expected, found) in enumerate(zip(alone, together, strict=True)):
-            if difference := difference_of(expected, found):
+            if difference := difference_of(expected, found) or draft_difference(expected, found):
                 way = f"{spec}, {max_running} prompts in {step_tokens} tokens a step"
                 return f"{way}: prompt {index}: {difference}"
     return None
@@ -65,4 +74,20 @@ def difference_of(expected: Answer, found: Answer) -> str | None:
             return f"logits of new token {row} differ, by up to {gap:.3g}"
     if expected.tokens != found.tokens:
         return f"tokens differ: expected {expected.tokens}, found {found.tokens}"
+    return None
+
+
+def draft_difference(expected: Answer, found: Answer) -> str | None:
+    """How the drafts of two answers differ; None when every bit of what they were chosen from is equal."""
+    if len(expected.drafts) != len(found.drafts):
+        return f"there were drafts in {len(found.drafts)} steps; expected {len(expected.drafts)}"
+    for step, (one, other) in enumerate(zip(expected.drafts, found.drafts, strict=True)):
+        if (one.tokens, one.num_accepted) != (other.tokens, other.num_accepted):
+            return (
+                f"drafts of step {step} differ: expected {one.tokens} ({one.num_accepted} accepted), found "
+                f"{other.tokens} ({other.num_accepted})"
+            )
+        if not torch.equal(one.states, other.states):
+            gap = (one.states - other.states).abs().max().item()
+            return f"the states that the drafts of step {step} were chosen from differ, by up to {gap:.3g}"
     return None

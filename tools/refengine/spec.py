@@ -10,6 +10,7 @@ from .loader import ModelConfig
 Layout = Literal["hnd", "nhd"]
 WINDOW_TOKENS = 64  # shorter than most prompts
 SMALLEST_PAGE_TOKENS = 8
+DRAFT = "draft"  # the group of the draft layer, whose index is that after the model's last
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class CacheSpec:
     """A node's cache.
 
     Attributes:
-        groups: All layers of the model, each in one group.
+        groups: All layers of the model, each in one group; last that of the draft layer, if there is one.
         layout: "hnd" keeps the tokens of one head together in a page, "nhd" the heads of one token.
         latent: One row a token holds what all heads need, and every rank has all of it; else a rank has its own heads.
         num_ranks: Over how many ranks the heads are divided (tensor parallelism).
@@ -54,6 +55,15 @@ class CacheSpec:
     layout: Layout = "hnd"
     latent: bool = False
     num_ranks: int = 1
+
+    @property
+    def has_draft(self) -> bool:
+        return self.groups[-1].name == DRAFT
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that a prefill step signals, the draft layer too."""
+        return sum(len(group.layers) for group in self.groups)
 
     def heads(self, config: ModelConfig, rank: int) -> slice:
         """The KV heads whose attention a rank computes."""
@@ -69,7 +79,8 @@ class NodeOptions:
         name: In logs.
         model: One of `models.NAMES`.
         spec, num_pages: Its cache, and the pages of each group.
-        num_requests: Most that are alive at once: each has a context slot, and one token of a decode step.
+        num_requests: Most that are alive at once: each has a context slot.
+        num_drafts: Most tokens that a decode step drafts for each; it computes one more.
         step_tokens: Tokens a prefill step computes at most.
         seed: Shuffles the order of pages.
         fabric: As in `kvmsgr.Config`.
@@ -86,12 +97,18 @@ class NodeOptions:
     num_pages: tuple[int, ...]
     num_requests: int
     step_tokens: int
+    num_drafts: int = 0
     seed: int = 0
     fabric: str = "auto"
     num_interfaces: int = 1
     every_rank_bumps: bool = False
     hold_s: float = 0.0
     prefix_cache: bool = False
+
+    @property
+    def max_rows(self) -> int:
+        """Most tokens that a step computes."""
+        return max(self.step_tokens, self.num_requests * (1 + self.num_drafts))
 
 
 def check_ranks(config: ModelConfig, num_ranks: int) -> None:
@@ -100,12 +117,17 @@ def check_ranks(config: ModelConfig, num_ranks: int) -> None:
         raise ValueError(f"{config.num_kv_heads} KV heads cannot be divided evenly over {num_ranks} ranks")
 
 
-def make_groups(config: ModelConfig, page_tokens: int, num_groups: int = 1) -> tuple[Group, ...]:
-    """All layers in one group; or every other layer in a second one, with a sliding window and pages half as long."""
+def make_groups(
+    config: ModelConfig, page_tokens: int, num_groups: int = 1, *, draft: bool = False
+) -> tuple[Group, ...]:
+    """All layers in one group; or every other layer in a second one, with a sliding window and pages half as long. With
+    `draft` the draft layer in a group of its own."""
     layers = tuple(range(config.num_layers))
+    extra = (Group(DRAFT, (config.num_layers,), page_tokens, num_ahead=1),) if draft else ()
     if num_groups == 1:
-        return (Group("kv", layers, page_tokens),)
+        return (Group("kv", layers, page_tokens), *extra)
     return (
         Group("full", layers[0::2], page_tokens),
         Group("window", layers[1::2], max(SMALLEST_PAGE_TOKENS, page_tokens // 2), WINDOW_TOKENS),
+        *extra,
     )

@@ -42,6 +42,14 @@ class Forward:
 
 
 @dataclass(frozen=True)
+class Draft:
+    """To a worker: run the draft layer alone."""
+
+    states: Tensor
+    batches: tuple[Batch, ...]
+
+
+@dataclass(frozen=True)
 class Poison:
     """To a worker: fill pages of a group with NaN."""
 
@@ -134,7 +142,8 @@ def serve(
     until_the_end: ExitStack,
 ) -> None:
     address = pickle.loads(pipe.recv_bytes())
-    checkpoint, spec = load(options.model), options.spec
+    spec = options.spec
+    checkpoint = load(options.model, draft=spec.has_draft)
     config = checkpoint.config
     memories: list[SharedMemory] = []
 
@@ -169,11 +178,14 @@ def serve(
         return shard.forward(command.batches, collective.exchange, after_layer)
 
     while True:
-        command: Forward | Poison | IsPoisoned = pickle.loads(pipe.recv_bytes())
+        command: Forward | Draft | Poison | IsPoisoned = pickle.loads(pipe.recv_bytes())
         result: Tensor | bool | None = None
         match command:
             case Forward():
                 hidden = forward(command)
+                result = hidden if rank == 0 else None
+            case Draft(states, batches):
+                hidden = shard.draft(states, batches, collective.exchange)
                 result = hidden if rank == 0 else None
             case Poison(group, pages):
                 caches[group].poison(pages)

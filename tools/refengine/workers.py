@@ -26,7 +26,19 @@ from .engine import Pauses, Signal
 from .loader import ModelConfig
 from .model import Batch
 from .spec import NodeOptions
-from .worker import JOIN_TIMEOUT_S, Done, Failed, Forward, GoOn, IsPoisoned, Paused, Poison, rank_timeout_s, work
+from .worker import (
+    JOIN_TIMEOUT_S,
+    Done,
+    Draft,
+    Failed,
+    Forward,
+    GoOn,
+    IsPoisoned,
+    Paused,
+    Poison,
+    rank_timeout_s,
+    work,
+)
 
 GRACE_S = 3.0  # that a worker gets to end by itself
 
@@ -43,9 +55,7 @@ class WorkerRanks:
         self._group: WorkerGroup | None = None
         context = multiprocessing.get_context("spawn")
         num_ranks = options.spec.num_ranks
-        shared = context.RawArray(
-            ctypes.c_float, 2 * config.num_kv_heads * max(options.step_tokens, options.num_requests) * config.hidden
-        )
+        shared = context.RawArray(ctypes.c_float, 2 * config.num_kv_heads * options.max_rows * config.hidden)
         for rank, peers in enumerate(connect(num_ranks)):
             ours, theirs = context.Pipe()
             process = context.Process(target=work, args=(options, rank, theirs, peers, shared), daemon=True)
@@ -112,6 +122,12 @@ class WorkerRanks:
         hidden = self._gather(pauses)[0]
         assert isinstance(hidden, Tensor)
         return hidden
+
+    def draft(self, states: Tensor, batches: Sequence[Batch]) -> Tensor:
+        self._send_all(Draft(states, tuple(batches)))
+        expected = self._gather({})[0]
+        assert isinstance(expected, Tensor)
+        return expected
 
     def poison(self, group: int, pages: Sequence[int]) -> None:
         self._send_all(Poison(group, tuple(pages)))
