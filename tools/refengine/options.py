@@ -206,8 +206,7 @@ def make_plan(options: argparse.Namespace, config: ModelConfig, prompts: Sequenc
             name="prefill",
             spec=prefiller,
             num_pages=tuple(max(max(pages), sum(pages) // 2) for pages in sources),
-            # a request that was preempted may come back before the slot that it had is free
-            num_requests=len(prompts) * num_at_once * len(names) + bool(options.preempt),
+            num_requests=len(prompts) * num_at_once * len(names),
             seed=options.seed + 1,
             prefix_cache=options.prefix_cache in ("both", "prefill"),
             **common,
