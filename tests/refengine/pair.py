@@ -49,6 +49,7 @@ async def running_pair(
     preempt_every: int = 0,
     half_way: Callable[[], None] | None = None,
     prefill_preempts_every: int = 0,
+    announce_ahead: bool = False,
 ) -> AsyncIterator[Pair]:
     """Two nodes that serve; leaving the block closes them."""
     async with (
@@ -57,7 +58,12 @@ async def running_pair(
         asyncio.TaskGroup() as group,
     ):
         prefiller = PrefillNode(
-            prefill, source, step_tokens=step_tokens, half_way=half_way, preempt_every=prefill_preempts_every
+            prefill,
+            source,
+            step_tokens=step_tokens,
+            half_way=half_way,
+            preempt_every=prefill_preempts_every,
+            announce_ahead=announce_ahead,
         )
         decoder = DecodeNode(
             decode, target, NEW_TOKENS, extra_page=extra_page, preempt_every=preempt_every, step_tokens=step_tokens

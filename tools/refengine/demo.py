@@ -147,6 +147,7 @@ def start(children: Children, options: argparse.Namespace, plan: Plan) -> None:
         options.corrupt_write,
         options.drop_write,
         preempt_every=options.preempt,
+        announce_ahead=bool(options.announce_ahead),
     )
     children.start("prefill", roles.prefill, prefiller)
     decoder = roles.RoleOptions(

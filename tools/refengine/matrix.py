@@ -36,6 +36,7 @@ CELLS = (
     "--groups 2 --page-tokens 16:32 --prefill-tp 3 --layout nhd:hnd",
     "--interfaces 2 --prefill-tp 3 --layout hnd:nhd --page-tokens 32:16",
     "--decoders 3",
+    "--announce-ahead 1 --prefill-tp 3 --chunk-tokens 16",
     "--prefix-cache --repeat 2 --prefill-tp 3 --page-tokens 32:16",
 )
 EDGE_PROMPTS = "--prompt-tokens 1,15,16,17,48 --extra-page"  # about a page of 16 tokens

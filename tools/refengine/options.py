@@ -71,6 +71,7 @@ def parser(program: str, description: str | None) -> argparse.ArgumentParser:
     add("--extra-page", action="store_true", help="name a page too many to the messenger; nobody may write to it")
     add("--preempt", type=positive, default=0, metavar="N", help="every N steps prefill takes a running prompt's pages")
     add("--decode-preempt", type=positive, default=0, metavar="N", help="take every Nth prompt's pages away in decode")
+    add("--announce-ahead", type=int, choices=(0, 1), default=0, metavar="N", help="1: announce a step before its turn")
     add("--post-at-end", action="store_true", help="send a prompt's pages only when all of it is computed")
     add("--corrupt-write", type=positive, metavar="N", help="flip a byte in the Nth write; the demo must notice")
     add("--drop-write", type=positive, metavar="N", help="lose the Nth write; the demo must notice")
@@ -120,6 +121,10 @@ def parse(arguments: Sequence[str] | None, program: str = "tools/demo", about: s
     options = reader.parse_args(arguments)
     if options.hold and options.post_at_end:
         reader.error("--hold shows transfers under way; --post-at-end has none while a step runs")
+    if options.announce_ahead and options.post_at_end:
+        reader.error("--announce-ahead is about what goes while it is computed; with --post-at-end nothing does")
+    if options.announce_ahead and options.prefix_cache in ("both", "prefill"):
+        reader.error("--announce-ahead does not fit --prefix-cache at the prefiller: pages of a step count as computed")
     if options.at_once and options.repeat == 1:
         reader.error("--at-once says when prompts are repeated; --repeat says how often")
     if sum(map(bool, (options.prompt_tokens, options.prompt_file, options.docstrings))) > 1:

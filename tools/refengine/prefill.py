@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -14,6 +15,29 @@ from kvmsgr.workers import WorkerGroup
 from .engine import Engine
 from .node import RankWatch, model_thread
 from .scheduler import Job, Piece, PrefillScheduler
+
+
+@dataclass(frozen=True)
+class Announced:
+    """A step that the messenger knows of.
+
+    Attributes:
+        pieces: What it does.
+        computed: Those of them that it computes.
+        step: What its forward signals; None: there is none.
+    """
+
+    pieces: Sequence[Piece]
+    computed: Sequence[Piece]
+    step: kvmsgr.Step | None
+
+    def has(self, job: Job) -> bool:
+        return any(piece.job is job for piece in self.pieces)
+
+    def abandon(self) -> None:
+        """It will not run."""
+        if self.step is not None:
+            self.step.abandon()
 
 
 def ignore(_: object) -> None:
@@ -35,6 +59,8 @@ class PrefillNode:
         half_way: Called in the model's thread in the middle of every step.
         preempt_every: After so many steps the request that came last of those that run gives its pages back, once each;
             0: never.
+        announce_ahead: Announce the next step while one computes, as engines do whose scheduler does not wait for the
+            device. Without a prefix cache: what that keeps counts as computed from its step's planning on.
     """
 
     def __init__(
@@ -49,12 +75,16 @@ class PrefillNode:
         before_last_signal: Callable[[str], None] = ignore,
         half_way: Callable[[], None] | None = None,
         preempt_every: int = 0,
+        announce_ahead: bool = False,
     ) -> None:
         self._engine, self._messenger = engine, messenger
         self._post_at_end = post_at_end
         self._before_last_signal, self._half_way = before_last_signal, half_way
         self._preempt_every, self._num_steps = preempt_every, 0
         self._preempted: set[str] = set()
+        self._announce_ahead = announce_ahead
+        self._ahead: Announced | None = None  # what comes after the step under way
+        self.num_abandoned = 0  # of those
         self._scheduler = PrefillScheduler(
             step_tokens,
             max_running,
@@ -65,7 +95,7 @@ class PrefillNode:
         self._requests: dict[Job, kvmsgr.PrefillRequest] = {}
         self._followers: set[asyncio.Task[None]] = set()
         self._work = asyncio.Event()
-        self._between_steps = asyncio.Lock()
+        self._between_steps = asyncio.Condition()
         self._watch = RankWatch(messenger, workers)
         self.outcomes: dict[str, kvmsgr.Outcome] = {}
         self.cached_tokens: Counter[str] = Counter()
@@ -109,6 +139,7 @@ class PrefillNode:
         await request.released()
         async with self._between_steps:  # the step under way may still compute into the pages of a failed request
             self._scheduler.drop(job)
+            await self._between_steps.wait_for(lambda: self._ahead is None or not self._ahead.has(job))
             with self._watch.noticing():
                 await asyncio.to_thread(self._engine.release, job)
             del self._requests[job]
@@ -123,11 +154,12 @@ class PrefillNode:
             while True:
                 self._work.clear()
                 async with self._between_steps:
-                    pieces = await loop.run_in_executor(thread, self._scheduler.next_step)  # it may poison pages
-                    if pieces:
-                        await loop.run_in_executor(thread, self._run_step, pieces)
+                    announced = await loop.run_in_executor(thread, self._next_step)
+                    if announced.pieces:
+                        await loop.run_in_executor(thread, self._run_step, announced)
                         await self._preempt()
-                if not pieces:
+                    self._between_steps.notify_all()
+                if not announced.pieces:
                     await self._work.wait()
 
     async def _preempt(self) -> None:
@@ -145,14 +177,30 @@ class PrefillNode:
     def _warm_up(self) -> None:
         self._engine.warm_up(self._messenger.begin_step([]).signals)
 
-    def _run_step(self, pieces: Sequence[Piece]) -> None:
+    def _next_step(self) -> Announced:
+        """The step that was announced ahead, unless all of its requests are over; else what is to be computed now."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            if not all(self._requests[piece.job].ended for piece in ahead.pieces):
+                return ahead
+            ahead.abandon()
+            self.num_abandoned += 1
+        return self._announce(self._scheduler.next_step())  # it may poison pages
+
+    def _announce(self, pieces: Sequence[Piece]) -> Announced:
         for piece in pieces:
             self.cached_tokens[piece.job.request_id] += piece.num_cached
         chunks = [self._chunk(own.job, own.begin, own.stop) for own in pieces if own.begin < own.stop]
         if not self._post_at_end:
             self._announce_hits(pieces)
-        if computed := [piece for piece in pieces if piece.start < piece.stop]:
-            self._compute(computed, self._messenger.begin_step([] if self._post_at_end else chunks))
+        computed = [piece for piece in pieces if piece.start < piece.stop]
+        step = self._messenger.begin_step([] if self._post_at_end else chunks) if computed else None
+        return Announced(pieces, computed, step)
+
+    def _run_step(self, announced: Announced) -> None:
+        pieces = announced.pieces
+        if announced.step is not None:
+            self._compute(announced.computed, announced.step)
         ending = [piece.job for piece in pieces if piece.is_last]
         if self._post_at_end and ending:
             self._messenger.begin_step([self._chunk(job, 0, job.num_prefill, ready=True) for job in ending])
@@ -170,10 +218,18 @@ class PrefillNode:
             for piece in ending:
                 self._before_last_signal(piece.job.request_id)
 
+        following = self._scheduler.next_step() if self._announce_ahead else []  # it may poison pages
+
+        def half_way() -> None:
+            if following:
+                self._ahead = self._announce(following)
+            if self._half_way:
+                self._half_way()
+
         num_layers = self._engine.spec.num_layers
         pauses = {num_layers - 1: last_layer} if ending else {}
-        if self._half_way:
-            pauses[num_layers // 2] = self._half_way
+        if following or self._half_way:
+            pauses[num_layers // 2] = half_way
         hidden = self._engine.prefill(pieces, step.signals, pauses)
         for piece, state in zip(pieces, hidden, strict=True):
             request = self._requests[piece.job]

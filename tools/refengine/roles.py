@@ -31,6 +31,7 @@ class RoleOptions:
     drop_write: int | None = None
     extra_page: bool = False
     preempt_every: int = 0
+    announce_ahead: bool = False
     grammar: str | None = None
     zero_hidden: bool = False
 
@@ -127,6 +128,7 @@ async def serve(channel: Channel, options: RoleOptions, node: Node) -> None:
         step_tokens=options.node.step_tokens,
         post_at_end=options.post_at_end,
         preempt_every=options.preempt_every,
+        announce_ahead=options.announce_ahead,
         before_last_signal=look,
         half_way=lambda: hold.stand_still(node.engine.spec.num_layers, prefiller.num_alive),
     )
