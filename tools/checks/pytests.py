@@ -18,7 +18,7 @@ from pathlib import Path
 
 PYTHON = sys.executable
 SIDE_BY_SIDE = 2
-COVERING = frozenset({"core", "layout", "protocol", "simulation"})
+COVERING = frozenset({"core", "layout", "protocol"})
 ALONE = frozenset({"lost"})
 LONGEST = ("refengine", "ranks", "workers", "loopback", "protocol")  # these begin first
 
