@@ -62,18 +62,16 @@ def test_posting_at_the_end_lands_nothing_early(tmp_path: Path, two_questions: s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("provider", ["net", "shm"])
-def test_a_flipped_byte_is_found_in_the_logits(provider: str, tmp_path: Path, two_questions: str) -> None:
-    done = demo(tmp_path, "--prompt-file", two_questions, "--provider", provider, "--corrupt-write", "40")
+def test_a_flipped_byte_is_found_in_the_logits(tmp_path: Path, two_questions: str) -> None:
+    done = demo(tmp_path, "--prompt-file", two_questions, "--provider", "net", "--corrupt-write", "40")
     assert done.returncode == 1, done.stdout + done.stderr
     assert re.search(r"^prompt-[01] .* DIFFERS|'prompt-[01]': logits .* are not finite", done.stdout, re.MULTILINE)
     assert "bitwise equal: 2/2" not in done.stdout
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("provider", ["net", "shm"])
-def test_a_lost_write_is_an_error_that_says_what_is_missing(provider: str, tmp_path: Path, two_questions: str) -> None:
-    done = demo(tmp_path, "--prompt-file", two_questions, "--provider", provider, "--drop-write", "40")
+def test_a_lost_write_is_an_error_that_says_what_is_missing(tmp_path: Path, two_questions: str) -> None:
+    done = demo(tmp_path, "--prompt-file", two_questions, "--provider", "shm", "--drop-write", "40")
     assert done.returncode == 1, done.stdout + done.stderr
     error = re.search(r"ShortCountError: request 'prompt-[01]': (\d+) of (\d+) rows landed", done.stdout)
     assert error, done.stdout
