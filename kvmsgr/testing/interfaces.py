@@ -210,8 +210,9 @@ class Interfaces:
             assert not pair.target.seen(PORT_CLOSED), "it is said once"
             assert not pair.source.seen(records.LINK_FAILED)
 
-    @pytest.mark.parametrize("nics", [(2, 2), (1, 2)], ids=["2:2", "1:2"])
-    @pytest.mark.parametrize("silent", ["source", "target"])
+    @pytest.mark.parametrize(
+        ("nics", "silent"), [((2, 2), "source"), ((1, 2), "target")], ids=["2:2-source", "1:2-target"]
+    )
     @pytest.mark.slow
     def test_a_peer_that_falls_silent_is_lost_on_all_links(
         self, fabric: FabricUnderTest, nics: tuple[int, int], silent: str

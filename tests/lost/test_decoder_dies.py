@@ -76,16 +76,18 @@ async def test_t07_a_live_decoder_is_never_expired(tmp_path: Path) -> None:
                 await processes.open(await processes.start(role, f"{role}-{fabric}"), fabric=fabric)
                 for role in ("prefiller", "decoder")
             ]
+            pairs.append((prefiller, decoder))
+        for prefiller, decoder in pairs:
             decoder.do("fetch", id="queued", source=prefiller.descriptor, num_pages=24, queue_s=QUEUED_S)
-            pairs.append((await prefiller.event("accepted", id="queued"), prefiller, decoder))
-        for _, prefiller, decoder in pairs:
+        for prefiller, decoder in pairs:
+            await prefiller.event("accepted", id="queued")
             prefiller.do("block", seconds=BLOCKED_S)
             decoder.do("block", seconds=BLOCKED_S)
-        for accepted, prefiller, decoder in pairs:
-            arrived = await decoder.event("arrived", id="queued")
+        for prefiller, decoder in pairs:
+            unblocked = [await child.event("unblocked") for child in (prefiller, decoder)]
+            [accepted], arrived = prefiller.told("accepted", id="queued"), await decoder.event("arrived", id="queued")
             assert arrived["t"] - accepted["t"] >= QUEUED_S
+            assert all(accepted["t"] + BLOCKED_S < event["t"] < arrived["t"] for event in unblocked)
             assert (await prefiller.event("outcome", id="queued"))["ok"]
-            assert prefiller.told("unblocked")
-            assert decoder.told("unblocked")
             await decoder.event("released", id="queued")
             await processes.close(prefiller, decoder)

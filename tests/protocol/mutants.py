@@ -53,6 +53,12 @@ class Mutant:
     after: str
     source: str
 
+    @property
+    def probed_as(self) -> str:
+        """What vectors about it are named after: a field of a base is probed in each message that has it."""
+        struct, _, name = self.field.partition(".")
+        return f".{name}" if struct.startswith("_") else self.field
+
     def __str__(self) -> str:
         return f"{self.field}: {self.after}"
 

@@ -19,7 +19,8 @@ GQA = Group(heads=3, num_pages=24)
 MLA = Group("latent", heads=1, planes=1, dim=9, num_pages=24)
 NUM_TOKENS = 90
 NUM_POSITIONS = NUM_TOKENS - 1
-SOON_S = 1.0
+PATIENT = {"lease_s": 20.0, "stall_s": 20.0}
+SOON_S = 5.0  # much sooner than any of these
 WHY = "worker 1 was killed"
 pytestmark = pytest.mark.parametrize("fabric", ["inprocess", pytest.param("net", marks=pytest.mark.slow)])
 
@@ -29,8 +30,8 @@ async def nodes(group: Group, **more: object) -> AsyncIterator[tuple[Node, Node]
     """A prefiller and a decoder of three ranks with two interfaces each."""
     with use_air(Air(seed=5)):
         async with (
-            node("p", [group], Sharding(3), interfaces=2, **more) as prefiller,  # type: ignore[arg-type]
-            node("d", [group], Sharding(3), interfaces=2, **more) as decoder,  # type: ignore[arg-type]
+            node("p", [group], Sharding(3), interfaces=2, **PATIENT, **more) as prefiller,  # type: ignore[arg-type]
+            node("d", [group], Sharding(3), interfaces=2, **PATIENT, **more) as decoder,  # type: ignore[arg-type]
         ):
             yield prefiller, decoder
 

@@ -25,7 +25,8 @@ GROUP = Group(heads=RANKS, layers=tuple(range(LAYERS)), num_pages=2 * NUM_PAGES)
 NUM_TOKENS = NUM_PAGES * GROUP.page_tokens + 1
 NUM_WRITES = RANKS * LAYERS * NUM_PAGES
 OURS, OTHERS = (list(range(first, 2 * NUM_PAGES, 2)) for first in (0, 1))  # apart, so that no two go in one write
-SOON_S = 1.0
+PATIENT = {"lease_s": 20.0, "stall_s": 20.0}
+SOON_S = 5.0  # much sooner than any of these
 WHERE = re.compile(r"the link of rank (\d), interface (\d), over (\S+), to d: .*Input/output error")
 
 
@@ -33,7 +34,7 @@ WHERE = re.compile(r"the link of rank (\d), interface (\d), over (\S+), to d: .*
 async def world(fabric: str, fence: str = "endpoint") -> AsyncIterator[list[Node]]:
     """Two decoders and two prefillers: `d`, `e`, `p`, `q`."""
     async with AsyncExitStack() as stack:
-        more: dict[str, Any] = {"fabric": fabric, "fence": fence, "interfaces": INTERFACES}
+        more: dict[str, Any] = {"fabric": fabric, "fence": fence, "interfaces": INTERFACES, **PATIENT}
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         yield [
             await stack.enter_async_context(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from functools import cache
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ def real() -> Checkpoint:
     return load()
 
 
+@cache
 def answers_alone(num_groups: int) -> list[Answer]:
     spec = tiny.spec(num_groups=num_groups)
     return [run_alone(tiny.engine(own_spec=spec), [prompt], 5, step_tokens=1000)[0] for prompt in PROMPTS]

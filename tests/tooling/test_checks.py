@@ -6,11 +6,13 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tools.checks.leftovers import SHARED_MEMORY, VARIABLE, Watch
+from tools.checks import leftovers
+from tools.checks.leftovers import VARIABLE, Watch
 from tools.checks.stage import Stage
 
 WAIT_FOR_STDIN = [sys.executable, "-S", "-c", "print('up', flush=True); input()"]
@@ -66,8 +68,16 @@ def test_a_process_left_behind_is_found_and_ended(watch: Watch, capfd: pytest.Ca
     assert f"still running (ended now): {process.pid}" in capfd.readouterr().out
 
 
-def test_a_file_left_in_shared_memory_is_found_unless_someone_uses_it(watch: Watch) -> None:
-    with tempfile.NamedTemporaryFile(dir=SHARED_MEMORY, prefix="kvmsgr-test-") as file:
+@pytest.fixture
+def own_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A folder of shared memory in which other tests, that run at the same time, leave nothing."""
+    with tempfile.TemporaryDirectory(dir=leftovers.SHARED_MEMORY, prefix="kvmsgr-test-") as name:
+        monkeypatch.setattr(leftovers, "SHARED_MEMORY", Path(name))
+        yield name
+
+
+def test_a_file_left_in_shared_memory_is_found_unless_someone_uses_it(own_folder: str, watch: Watch) -> None:
+    with tempfile.NamedTemporaryFile(dir=own_folder) as file:
         file.write(b"left")
         file.flush()
         assert watch.files() == [Path(file.name)]

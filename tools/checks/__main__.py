@@ -23,13 +23,15 @@ PROVE_SANITIZERS = Stage("sanitizers catch", [[PYTHON, "-m", "tools.checks.seede
 
 def pytest_stage(fast: bool, arguments: Sequence[str]) -> Stage:
     """The Python tests. Coverage is asked of a full run only: a part of the tests cannot cover everything."""
-    pytest: Command = [PYTHON, "-m", "pytest", *(["-m", "not slow"] if fast else []), *arguments]
     if fast or arguments:
+        pytest: Command = [PYTHON, "-m", "pytest", *(["-m", "not slow"] if fast else []), *arguments]
         return Stage("pytest", [pytest], limit_s=1800, quote=" passed")
     return Stage(
         "pytest, coverage",
         [
-            [PYTHON, "-m", "coverage", "run", "-m", "pytest"],
+            [PYTHON, "-m", "coverage", "erase"],
+            [PYTHON, "-m", "tools.checks.pytests"],
+            [PYTHON, "-m", "coverage", "combine", "--quiet"],
             [PYTHON, "-m", "coverage", "report", f"--include={COVERED}", "--fail-under=100"],
         ],
         limit_s=1800,
