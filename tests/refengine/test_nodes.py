@@ -10,17 +10,17 @@ import pytest
 import torch
 
 import kvmsgr
-from kvmsgr.errors import ShortCountError
+from kvmsgr.errors import IncompatiblePeerError, ShortCountError
 from tests.refengine import tiny
 from tools.refengine.decode import DecodeNode, Delivery
 from tools.refengine.engine import Engine, OnlyRank
 from tools.refengine.node import only_rank, open_messenger
 from tools.refengine.prefill import PrefillNode
 from tools.refengine.reference import run_alone
-from tools.refengine.selftest import difference_of
+from tools.refengine.selftest import difference_of, draft_difference
 from tools.refengine.spec import WINDOW_TOKENS
 
-NEW_TOKENS = 5
+NEW_TOKENS, NUM_DRAFTS = 5, 3
 PROMPTS = [torch.randint(3, 80, (length,)).tolist() for length in (70, 9, 1, 33, 130, 2)]
 
 
@@ -30,16 +30,19 @@ class Pair:
     def __init__(self, source: kvmsgr.Messenger, prefill: Engine, target: kvmsgr.Messenger, decode: Engine) -> None:
         self.source, self.prefill, self.decode = source, prefill, decode
         self.prefiller = PrefillNode(prefill, source, step_tokens=16)
-        self.decoder = DecodeNode(decode, target, NEW_TOKENS)
+        self.decoder = DecodeNode(decode, target, NEW_TOKENS, num_drafts=NUM_DRAFTS if decode.spec.has_draft else 0)
 
     async def answer(self, index: int) -> Delivery:
         return await self.decoder.answer(self.source.descriptor, f"prompt-{index}", PROMPTS[index])
 
 
 @asynccontextmanager
-async def running_pair(fabric: str, num_groups: int = 1) -> AsyncIterator[Pair]:
-    prefill = tiny.engine(18, tiny.spec(num_groups=num_groups), seed=1)
-    decode = tiny.engine(64, tiny.spec(16, "nhd", num_groups=num_groups), seed=2)
+async def running_pair(
+    fabric: str, num_groups: int = 1, *, draft: bool = False, decoder_drafts: bool | None = None
+) -> AsyncIterator[Pair]:
+    drafts = draft if decoder_drafts is None else decoder_drafts
+    prefill = tiny.engine(18, tiny.spec(num_groups=num_groups, draft=draft), seed=1)
+    decode = tiny.engine(64, tiny.spec(16, "nhd", num_groups=num_groups, draft=drafts), seed=2)
     async with (
         await opened("prefill", prefill, fabric) as source,
         await opened("decode", decode, fabric) as target,
@@ -78,6 +81,37 @@ async def test_answers_are_bitwise_those_of_one_process_and_all_pages_come_back(
     assert all(outcome.ok for outcome in pair.prefiller.outcomes.values())
     assert tiny.all_free(pair.decode)
     assert tiny.all_free(pair.prefill)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fabric", ["net", "shm"])
+async def test_drafts_made_from_what_travelled_are_those_of_one_process(fabric: str) -> None:
+    plain = run_alone(tiny.engine(), PROMPTS, NEW_TOKENS, step_tokens=1000)
+    drafted = run_alone(
+        tiny.engine(own_spec=tiny.spec(draft=True)), PROMPTS, NEW_TOKENS, step_tokens=1000, num_drafts=NUM_DRAFTS
+    )
+    async with asyncio.timeout(20), running_pair(fabric, draft=True) as pair:
+        deliveries = await asyncio.gather(*(pair.answer(index) for index in range(len(PROMPTS))))
+        await pair.prefiller.drained()
+        await pair.decoder.quiet()
+    for prompt, delivery, expected, drafts in zip(PROMPTS, deliveries, plain, drafted, strict=True):
+        assert difference_of(expected, delivery.answer) is None
+        assert draft_difference(drafts, delivery.answer) is None
+        num_positions = len(prompt) - 1
+        assert delivery.rows == num_positions * 4 * 2 * 4 + (num_positions > 0)  # layers, planes, heads; hidden state
+    assert tiny.all_free(pair.decode)
+    assert tiny.all_free(pair.prefill)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("decoder_drafts", [False, True])
+async def test_sides_of_which_one_has_a_draft_layer_refuse_each_other(decoder_drafts: bool) -> None:
+    opening = running_pair("net", draft=not decoder_drafts, decoder_drafts=decoder_drafts)
+    async with asyncio.timeout(20), opening as pair:
+        with pytest.raises(IncompatiblePeerError, match="draft"):
+            await pair.answer(1)
+        await pair.decoder.quiet()
+    assert tiny.all_free(pair.decode)
 
 
 @pytest.mark.slow
