@@ -17,7 +17,7 @@ from tools.refengine.prefill import PrefillNode
 from tools.refengine.reference import Answer
 from tools.refengine.selftest import difference_of
 
-NEW_TOKENS = 5
+NEW_TOKENS, NUM_DRAFTS = 5, 3
 NUM_SLOTS = 8  # most requests that are alive at once
 
 
@@ -66,7 +66,13 @@ async def running_pair(
             announce_ahead=announce_ahead,
         )
         decoder = DecodeNode(
-            decode, target, NEW_TOKENS, extra_page=extra_page, preempt_every=preempt_every, step_tokens=step_tokens
+            decode,
+            target,
+            NEW_TOKENS,
+            extra_page=extra_page,
+            preempt_every=preempt_every,
+            step_tokens=step_tokens,
+            num_drafts=NUM_DRAFTS if decode.spec.has_draft else 0,
         )
         nodes = [group.create_task(prefiller.run()), group.create_task(decoder.run())]
         yield Pair(source, target, prefiller, decoder)

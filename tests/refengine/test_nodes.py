@@ -7,24 +7,26 @@ import asyncio
 import pytest
 
 import kvmsgr
-from kvmsgr.errors import ShortCountError
+from kvmsgr.errors import IncompatiblePeerError, ShortCountError
 from tests.refengine import tiny
-from tests.refengine.pair import NEW_TOKENS, all_equal, running_pair
+from tests.refengine.pair import NEW_TOKENS, NUM_DRAFTS, all_equal, running_pair
 from tools.refengine.decode import WrongDelivery
 from tools.refengine.engine import Engine
 from tools.refengine.reference import run_alone
 from tools.refengine.scheduler import Job
+from tools.refengine.selftest import difference_of, draft_difference
 from tools.refengine.spec import WINDOW_TOKENS
 
 PROMPTS = [tiny.prompt(length) for length in (70, 9, 1, 33, 130, 2)]
 PAGE_EDGES = [tiny.prompt(length) for length in (1, 7, 8, 9, 16, 17, 24)]
 
 
-def engines(num_groups: int = 1) -> tuple[Engine, Engine]:
+def engines(num_groups: int = 1, *, draft: bool = False, decoder_drafts: bool | None = None) -> tuple[Engine, Engine]:
     """A prefill engine with few pages, of 8 tokens, and a decode engine with many, of 16."""
+    drafts = draft if decoder_drafts is None else decoder_drafts
     return (
-        tiny.engine(18, tiny.spec(num_groups=num_groups), seed=1),
-        tiny.engine(64, tiny.spec(16, "nhd", num_groups=num_groups), seed=2),
+        tiny.engine(18, tiny.spec(num_groups=num_groups, draft=draft), seed=1),
+        tiny.engine(64, tiny.spec(16, "nhd", num_groups=num_groups, draft=drafts), seed=2),
     )
 
 
@@ -47,6 +49,37 @@ async def test_answers_are_bitwise_those_of_one_process_and_all_pages_come_back(
     assert all(outcome.ok for outcome in pair.prefiller.outcomes.values())
     assert tiny.all_free(decode)
     assert tiny.all_free(prefill)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fabric", ["net", "shm"])
+async def test_drafts_made_from_what_travelled_are_those_of_one_process(fabric: str) -> None:
+    plain = run_alone(tiny.engine(), PROMPTS, NEW_TOKENS, step_tokens=1000)
+    drafted = run_alone(
+        tiny.engine(own_spec=tiny.spec(draft=True)), PROMPTS, NEW_TOKENS, step_tokens=1000, num_drafts=NUM_DRAFTS
+    )
+    prefill, decode = engines(draft=True)
+    async with asyncio.timeout(20), running_pair(prefill, decode, fabric) as pair:
+        deliveries = await asyncio.gather(*(pair.answer(f"prompt-{index}", own) for index, own in enumerate(PROMPTS)))
+        await pair.quiet()
+    for prompt, delivery, expected, drafts in zip(PROMPTS, deliveries, plain, drafted, strict=True):
+        assert difference_of(expected, delivery.answer) is None
+        assert draft_difference(drafts, delivery.answer) is None
+        num_positions = len(prompt) - 1
+        assert delivery.rows == num_positions * 4 * 2 * 4 + (num_positions > 0)  # layers, planes, heads; hidden state
+    assert tiny.all_free(decode)
+    assert tiny.all_free(prefill)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("decoder_drafts", [False, True])
+async def test_sides_of_which_one_has_a_draft_layer_refuse_each_other(decoder_drafts: bool) -> None:
+    prefill, decode = engines(draft=not decoder_drafts, decoder_drafts=decoder_drafts)
+    async with asyncio.timeout(20), running_pair(prefill, decode) as pair:
+        with pytest.raises(IncompatiblePeerError, match="draft"):
+            await pair.answer("prompt-1", PROMPTS[1])
+        await pair.decoder.quiet()
+    assert tiny.all_free(decode)
 
 
 @pytest.mark.slow

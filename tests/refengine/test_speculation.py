@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.refengine import in_threads, tiny
+from tools.refengine import mtp
 from tools.refengine.docstrings import FOR_FITTING, FOR_PROMPTS, docstrings
 from tools.refengine.engine import Engine
 from tools.refengine.generation import Draft, Generation, Generator
@@ -138,8 +140,7 @@ def test_a_page_of_the_draft_layer_that_nobody_wrote_is_noticed() -> None:
 
 def test_prefill_stores_draft_keys_of_every_prefilled_position_and_signals_them_last() -> None:
     engine = tiny.engine(own_spec=tiny.spec(draft=True))
-    held = engine.allocate(20)
-    assert held is not None
+    held = engine.allocate(20) or []
     kv, draft = (cache.tensor for cache in engine.ranks.caches)  # type: ignore[attr-defined]  # it is an OnlyRank
     seen: list[tuple[bool, int]] = []
 
@@ -160,7 +161,7 @@ def test_the_draft_group_is_named_to_messengers_with_layers_and_pages_of_its_own
     engine = tiny.engine(own_spec=tiny.spec(draft=True))
     described = describe(engine.config, engine.spec, engine.ranks.caches)  # type: ignore[attr-defined]  # OnlyRank
     assert [group.name for group in described] == ["kv", "draft"]
-    assert list(described[1].layers) == [tiny.CONFIG.num_layers]
+    assert described[1].layers == (tiny.CONFIG.num_layers,)
 
 
 def test_drafts_need_a_draft_layer() -> None:
@@ -190,7 +191,7 @@ def test_a_difference_between_drafts_is_told() -> None:
 
 
 def made(num_accepted: int, first: int, *, zero_hidden: bool) -> Speculation:
-    """Ten drafts over two processes, five in first steps; in one process five are accepted, two of the first."""
+    """Ten drafts over two processes, five of them in a first step; in one process five are accepted, two of those."""
 
     def answers(total: int, begin: int) -> list[Answer]:
         drafts = [Draft([1] * 5, torch.zeros(5, 1), begin), Draft([1] * 5, torch.zeros(5, 1), total - begin)]
@@ -210,6 +211,21 @@ def test_acceptance_must_be_equal_or_with_zeros_clearly_worse() -> None:
     assert "ratio 0.80, which IS NOT at most 0.7" in text
     assert acceptance([]).rate == 0
     assert not speculation(5, False, [], []).ok  # nothing drafted shows nothing
+
+
+def test_a_draft_layer_is_fitted_once_and_named_by_the_fingerprint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(mtp, "fitting_sequences", lambda checkpoint: [prompt[:30] for prompt in PROMPTS[::3]])
+    first = mtp.with_draft_layer(tiny.checkpoint(), tmp_path)
+    assert "fitted a draft layer to 60 tokens in " in capsys.readouterr().out
+    again = mtp.with_draft_layer(tiny.checkpoint(), tmp_path)
+    assert capsys.readouterr().out == ""
+    assert torch.equal(first.weights["draft.out"], again.weights["draft.out"])
+    monkeypatch.setattr(mtp, "RIDGE", 1.0)
+    other = mtp.with_draft_layer(tiny.checkpoint(), tmp_path / "elsewhere")
+    names = {own.fingerprint for own in (tiny.checkpoint(), first, again, other)}
+    assert len(names) == 3
 
 
 def test_ridge_regression_finds_a_linear_map() -> None:

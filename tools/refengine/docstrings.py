@@ -9,16 +9,12 @@ from pathlib import Path
 
 # fmt: off
 FOR_PROMPTS = (
-    "argparse", "collections", "contextlib", "datetime", "difflib", "functools", "heapq", "json", "pathlib",
-    "random", "shutil", "smtplib", "socket", "string", "subprocess", "tarfile", "textwrap", "threading",
-    "uuid", "zipfile",
+    "collections", "contextlib", "datetime", "difflib", "functools", "random", "shutil", "smtplib", "socket",
+    "subprocess", "textwrap", "threading", "zipfile",
 )
 FOR_FITTING = (
-    "ast", "base64", "calendar", "configparser", "copy", "csv", "doctest", "enum", "fractions", "ftplib",
-    "imaplib", "inspect", "ipaddress", "logging", "mailbox", "nntplib", "optparse", "pdb", "pickle",
-    "pickletools", "platform", "poplib", "queue", "sched", "selectors", "shelve", "socketserver",
-    "statistics", "tempfile", "timeit", "tokenize", "trace", "traceback", "turtle", "typing", "wave",
-    "weakref",
+    "configparser", "doctest", "enum", "ftplib", "inspect", "ipaddress", "logging", "pickle", "statistics",
+    "traceback",
 )
 # fmt: on
 

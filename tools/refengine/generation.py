@@ -33,6 +33,9 @@ class Draft:
     num_accepted: int = 0
 
 
+NO_DRAFT = Draft([], torch.empty(0))
+
+
 @dataclass(eq=False)
 class Generation:
     """What the decoder makes of a job.
@@ -92,16 +95,16 @@ class Generator:
         Raises:
             FloatingPointError: The cache held something that was never written.
         """
-        drafts = self._draft(generations)
-        inputs = [[own.sequence[-1], *drafts[own].tokens] for own in generations]
+        found = self._draft(generations)
+        drafts = [found.get(own, NO_DRAFT) for own in generations]
+        inputs = [[own.sequence[-1], *draft.tokens] for own, draft in zip(generations, drafts, strict=True)]
         starts = [len(own.sequence) - 1 for own in generations]
         hidden = self._engine.extend([own.job for own in generations], inputs, starts, signals)
         lengths = [len(own) for own in inputs]
         states = final_norm(self._checkpoint, torch.cat(hidden))
         rows = logits(self._checkpoint, states)
-        parts = zip(torch.split(states, lengths), torch.split(rows, lengths), strict=True)
-        for own, (own_states, own_rows) in zip(generations, parts, strict=True):
-            self._accept(own, drafts[own], own_states, own_rows)
+        for part in zip(generations, drafts, torch.split(states, lengths), torch.split(rows, lengths), strict=True):
+            self._accept(*part)
 
     def _accept(self, own: Generation, draft: Draft, states: Tensor, rows: Tensor) -> None:
         """Choose tokens until one is not what was drafted: what follows a wrong draft means nothing. The next step
@@ -149,11 +152,7 @@ class Generator:
                 self._check(own, row, "logits of a draft", len(own.sequence) - 1 + turn)
                 found[own].append(state)
                 tokens[own].append(int(row.argmax()))
-        width = self._engine.config.hidden
-        return {
-            own: Draft(tokens[own], torch.stack(found[own]) if found[own] else torch.empty(0, width))
-            for own in generations
-        }
+        return {own: Draft(tokens[own], torch.stack(states)) for own, states in found.items() if states}
 
     def _check(self, own: Generation, row: Tensor, what: str, position: int) -> None:
         if not row.isfinite().all():

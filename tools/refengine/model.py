@@ -101,8 +101,8 @@ class Shard:
             for term in exchange(by_head(attended, weights[f"{layer}.attention_out"][heads])):
                 x = x + term
             after_layer(layer)
-            gated = self._gated(layer, self._normed(x, layer, "mlp_norm"))
-            for term in exchange(by_head(gated, weights[f"{layer}.down"][heads])):
+            gate, up = by_head(self._normed(x, layer, "mlp_norm"), weights[f"{layer}.gate_up"][heads]).chunk(2, -1)
+            for term in exchange(by_head(F.silu(gate) * up, weights[f"{layer}.down"][heads])):
                 x = x + term
         following = [replace(batch, tokens=batch.following) for batch in batches if batch.following is not None]
         if following:
@@ -132,12 +132,11 @@ class Shard:
     @torch.no_grad()
     def draft_features(self, states: Tensor, batches: Sequence[Batch]) -> Tensor:
         """What the output of the draft layer is a linear function of: [own heads, rows, features]. See `draft`."""
-        layer, embedding = self._config.num_layers, self._weights["embedding"]
-        following = embedding[torch.cat([batch.tokens.flatten() for batch in batches])]
+        following = self._weights["embedding"][torch.cat([batch.tokens.flatten() for batch in batches])]
         seen = torch.cat([unit(states), unit(following)], -1)
         cut = seen.view(len(seen), self._config.num_kv_heads, -1).transpose(0, 1)[self._heads]
-        attended = self._attention(layer, seen, batches, self._rows(batches))
-        return torch.cat((cut, attended, self._gated(layer, seen)), -1)
+        attended = self._attention(self._config.num_layers, seen, batches, self._rows(batches))
+        return torch.cat((cut, attended), -1)
 
     def _rows(self, batches: Sequence[Batch]) -> Rows:
         positions = torch.cat([batch.positions.flatten() for batch in batches])
@@ -152,11 +151,6 @@ class Shard:
 
     def _normed(self, x: Tensor, layer: int, name: str) -> Tensor:
         return rms_norm(x, self._weights[f"{layer}.{name}"], self._config.norm_epsilon)
-
-    def _gated(self, layer: int, normed: Tensor) -> Tensor:
-        """The inner values of the layer's MLP: [own heads, rows, piece]."""
-        gate, up = by_head(normed, self._weights[f"{self._names[layer]}.gate_up"][self._heads]).chunk(2, -1)
-        return F.silu(gate) * up
 
     def _attention(self, layer: int, normed: Tensor, batches: Sequence[Batch], rows: Rows) -> Tensor:
         """Store the layer's keys and values, then attend to them: [own heads, rows, share * head_dim]."""

@@ -1,8 +1,8 @@
 """Multi-token prediction: a draft layer that guesses, from the state at a position and the token after it, the state at
 the next position, and so the token after that one.
 
-It sees both through fixed random projections: an attention over keys and values of its own, and a gated product. Only
-the last step, from these features to the guessed state, is fitted, by ridge regression: one linear system, the same
+It attends to what it saw before, over keys and values of its own, through fixed random projections. Only the last step,
+from what it sees and attends to, to the state it guesses, is fitted, by ridge regression: one linear system, the same
 result every time, and no training. It is fitted once on docstrings of the standard library and kept beside the weights.
 """
 
@@ -12,7 +12,8 @@ import hashlib
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,10 +28,9 @@ from .scheduler import Job
 from .spec import CacheSpec, make_groups
 
 FIT_VERSION = 1  # raise it when what is fitted, or how, changes
-SEQUENCE_TOKENS = 64
+SEQUENCE_TOKENS = 56
 BATCH = 8  # sequences
-NUM_SEQUENCES = 96
-VECTOR = 32  # the gated products of a head fill whole vectors: silu gives other bits to what is left over
+NUM_SEQUENCES = 100
 RIDGE = 1e-2  # relative to the mean square of a feature
 PAGE_TOKENS = 64
 
@@ -49,7 +49,8 @@ def with_draft_layer(checkpoint: Checkpoint, folder: Path | None = None) -> Chec
     if not path.exists():
         started = time.monotonic()
         sequences = fitting_sequences(checkpoint)
-        weights = fit(checkpoint, sequences)
+        with one_thread():
+            weights = fit(checkpoint, sequences)
         num_tokens = sum(map(len, sequences))
         print(f"fitted a draft layer to {num_tokens} tokens in {time.monotonic() - started:.1f} s: {path}", flush=True)
         write_atomically(path, {"weights": weights, "digest": digest(weights)})
@@ -118,12 +119,21 @@ def fixed_weights(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
         return torch.randn(heads, num_rows, width, generator=generator) / math.sqrt(width)
 
     keys = random(config.head_dim)
-    num_products = -(-width // heads // VECTOR) * VECTOR
     return {
         "draft.query": torch.cat([keys * sharpness for sharpness in range(share)], 1),
         "draft.kv": torch.cat([keys, random(config.head_dim)], 1),
-        "draft.gate_up": random(2 * num_products) * 2,
     }
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """More threads would give other bits, and on busy cores wait for one another."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def digest(weights: dict[str, Tensor]) -> str:
