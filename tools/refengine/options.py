@@ -40,14 +40,15 @@ def parser(program: str, description: str | None) -> argparse.ArgumentParser:
         "--new-tokens",
         type=positive,
         metavar="N",
-        help="most tokens to generate a prompt (default: 24; with --docstrings and --speculate K only K + 1, so that a "
-        "prompt's first verify step, whose drafts come from the state that travelled, weighs most)",
+        help="most tokens to generate a prompt (default: 24; with --docstrings and --speculate K only K + 1; with "
+        "--zero-hidden 2, because then all drafts are those of first verify steps, which alone need the state that "
+        "travelled: with more tokens the later steps, which have states of their own, hide what it is worth)",
     )
     add("--speculate", type=positive, default=0, metavar="K", help="draft up to K tokens a step and verify them")
     add(
         "--zero-hidden",
         action="store_true",
-        help="draft from zeros at first: 0.7 of what is accepted at most",
+        help="draft from zeros at first: at most 0.7 as many may be accepted",
     )
     add("--grammar", choices=GRAMMARS, help="what answers may look like; only the decoder knows it")
     add("--chunk-tokens", type=positive, default=64, metavar="N", help="tokens a prefill step computes (default: 64)")
@@ -132,7 +133,8 @@ def parse(arguments: Sequence[str] | None, program: str = "tools/demo", about: s
     if options.zero_hidden and not options.speculate:
         reader.error("--zero-hidden is about drafts; it needs --speculate K")
     if options.new_tokens is None:
-        options.new_tokens = options.speculate + 1 if options.docstrings and options.speculate else DEFAULT_NEW_TOKENS
+        few = 2 if options.zero_hidden else options.speculate + 1
+        options.new_tokens = few if options.docstrings and options.speculate else DEFAULT_NEW_TOKENS
     return options
 
 

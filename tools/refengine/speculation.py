@@ -73,8 +73,8 @@ class Speculation:
             ratio = "none" if self.ratio is None else f"{self.ratio:.2f}"
             lines += [
                 f"zero hidden   ratio {ratio}, which {'is' if self.ok else 'IS NOT'} at most {WORTH}",
-                "              (the state that travels serves the first verify step alone: with more new tokens the",
-                "              ratio of all drafts tends to 1)",
+                "              (the state that travels serves first verify steps alone: with more new tokens that",
+                "              hides among the drafts of later ones, and the ratio tends to 1)",
             ]
         elif not self.ok:
             lines.append("DRAFTS DIFFER, or none was accepted")
