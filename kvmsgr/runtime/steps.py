@@ -192,26 +192,28 @@ class Step:
 
         Call it instead of `signal.start()`. A step that has started cannot be taken back, for layers of it may be on
         their way: its requests fail, by name. A step that has shown all its signals, and one that moves nothing, are
-        left as they are. Chunks that were `ready` have gone when they were announced.
+        left as they are, and so is any once the messenger is closed. Chunks that were `ready` have gone when they were
+        announced.
 
         Raises:
-            LocalProtocolError: A later step of one of its requests was announced (abandon that one first), or its
-                context was sent.
+            LocalProtocolError: A later step of one of its requests, which is not over, was announced (abandon that one
+                first), or its context was sent.
         """
         node = self._node
         with node.lock:
-            if self.shown or not self.running:
+            if node.closing or self.shown or not self.running:
                 return
-            if not self._started:
+            started = self._started  # once: the forward may run in another process
+            if not started:
                 for mark in {mark.request: mark for mark in self._marks}.values():  # of each the newest
                     mark.check_newest()
                 for mark in reversed(self._marks):
                     mark.restore()
             for chunk in self._members:
                 chunk.request.last_armed = False  # what is stopped now must not look complete
-                chunk.request.spoiled |= self._started
+                chunk.request.spoiled |= started
             self.forget()
-        if self._started:
+        if started:
             for chunk in self._members:
                 node.stop_writes(chunk.request)  # now: a later step of it may run before the event loop does
             shown = zip(self.signals, self._num_bumps, strict=True)
@@ -255,13 +257,16 @@ class _Mark:
         self._delivery = request.delivery.mark()
 
     def check_newest(self) -> None:
+        """Raises LocalProtocolError where the step cannot be abandoned; of a request that is over nothing moves."""
         request = self.request
+        if request.ended:
+            return
         if request.next_position != self._after:
             raise LocalProtocolError(
                 f"request {request.request_id!r}: the step up to position {self._after} cannot be abandoned, a later "
                 f"one up to {request.next_position} was announced; abandon the later one first"
             )
-        if self._context_later and not (request.context_due or request.ended):
+        if self._context_later and not request.context_due:
             raise LocalProtocolError(
                 f"request {request.request_id!r}: its last step cannot be abandoned, for send_context was called after "
                 "it was announced; let it run, or give the request up by fail()"
@@ -269,6 +274,8 @@ class _Mark:
 
     def restore(self) -> None:
         request = self.request
+        if request.next_position != self._after:
+            return  # nothing was changed; or it is over, and stands where a later step left it
         request.next_position = self._before
         request.last_armed, request.context_due = self._last_armed, self._context_due
         request.delivery.restore(self._delivery)
