@@ -257,9 +257,13 @@ class PrefillRequest:
         """Take the pages back, because others need them more: nothing more of the request is posted, and nothing reads
         its pages when this returns. Chunks that were announced move nothing any more; their steps go on for the others.
 
-        The decoder is told, and asks again by itself unless it has given the request up: it comes back through
-        `requests()`, as a new one of the same id. `outcome()` of this one is `Reason.preempted`. To have the decoder
-        give it up, call `fail`. Does nothing where all was sent or the request is over already.
+        The decoder is told, and asks again by itself: the request comes back through `requests()`, as a new one of the
+        same id. It does not where the decoder has given it up meanwhile, or has counted every row. `outcome()` of this
+        one is `Reason.preempted`, then too. To have the decoder give it up, call `fail`. Does nothing where all was
+        sent or the request is over already.
+
+        A `send_context` that was due is not any more, as with `fail`. The context slot is held until the steps that were
+        announced have shown all their signals; a request that comes back needs another one, or is refused as busy.
 
         Returns:
             Rows that were posted.
