@@ -238,8 +238,8 @@ class Node:
         return self._turns
 
     def take_context_slot(self) -> int | None:
-        """None when there is none. Some may be kept for steps that have shown all their signals since: nobody tells when
-        they do."""
+        """None when there is none. Some may be kept for steps that have shown all their signals since: nobody tells
+        when they do."""
         if (slot := self.context_slots.take()) is None:
             with self.lock:
                 steps = dict.fromkeys(self.steps.values())

@@ -262,8 +262,8 @@ class PrefillRequest:
         one is `Reason.preempted`, then too. To have the decoder give it up, call `fail`. Does nothing where all was
         sent or the request is over already.
 
-        A `send_context` that was due is not any more, as with `fail`. The context slot is held until the steps that were
-        announced have shown all their signals; a request that comes back needs another one, or is refused as busy.
+        A `send_context` that was due is not any more, as with `fail`. The context slot is held until the steps that
+        were announced have shown all their signals; a request that comes back needs another one, or is refused as busy.
 
         Returns:
             Rows that were posted.
