@@ -165,19 +165,23 @@ def test_the_slot_of_a_cancelled_fetch_is_held_while_its_context_is_in_the_air(f
 
     async def scenario() -> None:
         async with pair(fabric, num_context_slots=1) as both:
+            fetch, request = await begun(both, "first")  # what is held before the first write connects nothing
+            write(request, 3)
+            both.begin(Chunk(request, 0, NUM_POSITIONS, SPANS, ready=True))
+            await check_arrives(fetch, 3)
             fetch, request = await begun(both)
             write(request, 1)
             held = both.decoder.node.fabric.poller
             held.hold(True)
             both.begin(Chunk(request, 0, NUM_POSITIONS, SPANS, ready=True))
-            await until(lambda: both.prefiller.messenger.stats()["posted_rows"] == NUM_ROWS, "all of it is posted")
+            await until(lambda: both.prefiller.messenger.stats()["posted_rows"] == 2 * NUM_ROWS, "all of it is posted")
             fetch.cancel()
             with pytest.raises(RequestCancelledError):
                 await within(fetch)
             await within(request.cancelled())
             with pytest.raises(BusyError, match="every context slot is held by a request that is alive or not proven"):
                 both.fetch("b", NUM_POSITIONS + 1, [2, 3])
-            assert (both.decoder.hidden == POISON).all()
+            assert (both.decoder.hidden == 3).all()
             held.hold(False)
             await within(fetch.released())
             assert (both.decoder.hidden == 1).all(), "it did land"
