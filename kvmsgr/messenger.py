@@ -246,6 +246,10 @@ class Messenger:
 
         Raises:
             LayoutError: A chunk does not follow its request's last one, or its pages are not known.
+            LocalProtocolError: A request was not accepted, or came to another messenger; or `context_later` or `ready`
+                make no sense, or the step that `ready` names has failed.
+            ConfigError: There is no such stream.
+            MessengerClosedError: The messenger is closed.
             StepLimitError: More steps are announced than the layer counter has slots for. Nothing was armed.
         """
         return steps.begin_step(self._node, chunks, counter)

@@ -16,18 +16,11 @@ import structlog
 from kvmsgr.address import Tcp, Unix, parse
 from kvmsgr.core.failure import Failure
 from kvmsgr.core.slots import IndexPool, SlotPool
-from kvmsgr.errors import (
-    ConfigError,
-    FabricStuckError,
-)
+from kvmsgr.errors import ConfigError, FabricStuckError
 from kvmsgr.fabric import records
 from kvmsgr.layout import Balance
 from kvmsgr.types import Descriptor
-from kvmsgr_protocol import (
-    NUM_GENERATIONS,
-    NUM_SLOTS,
-    Reason,
-)
+from kvmsgr_protocol import NUM_GENERATIONS, NUM_SLOTS, Reason
 
 from .answers import as_text
 from .connection import dial
@@ -224,8 +217,10 @@ class Node:
     def _drop_parts(self, rank: int) -> list[Step]:
         """Nobody bumps the layer counter of a lost rank any more, and nothing waits for it. Returns the steps that are
         over now. Under the lock."""
-        over = []
-        for step in dict.fromkeys(self.steps.values()) if len(self.memory.num_signals) > 1 else ():
+        over: list[Step] = []
+        if len(self.memory.num_signals) == 1 or self.closing:  # one counter for all ranks, or no poller to watch any
+            return over
+        for step in dict.fromkeys(self.steps.values()):
             step.forget(rank)
             if not step.running:
                 over.append(step)
@@ -243,8 +238,8 @@ class Node:
         return self._turns
 
     def take_context_slot(self) -> int | None:
-        """None when there is none. Some may be kept for steps that have shown all
-        their signals since: nobody tells when they do."""
+        """None when there is none. Some may be kept for steps that have shown all their signals since: nobody tells
+        when they do."""
         if (slot := self.context_slots.take()) is None:
             with self.lock:
                 steps = dict.fromkeys(self.steps.values())

@@ -257,9 +257,13 @@ class PrefillRequest:
         """Take the pages back, because others need them more: nothing more of the request is posted, and nothing reads
         its pages when this returns. Chunks that were announced move nothing any more; their steps go on for the others.
 
-        The decoder is told, and asks again by itself unless it has given the request up: it comes back through
-        `requests()`, as a new one of the same id. `outcome()` of this one is `Reason.preempted`. To have the decoder
-        give it up, call `fail`. Does nothing where all was sent or the request is over already.
+        The decoder is told, and asks again by itself: the request comes back through `requests()`, as a new one of the
+        same id. It does not where the decoder has given it up meanwhile, or has counted every row. `outcome()` of this
+        one is `Reason.preempted`, then too. To have the decoder give it up, call `fail`. Where every row was posted
+        already this only waits, for the pages would not come back any sooner; what is over stays as it is.
+
+        A `send_context` that was due is not any more, as with `fail`. The context slot is held until the steps that
+        were announced have shown all their signals; a request that comes back needs another one, or is refused as busy.
 
         Returns:
             Rows that were posted.
@@ -270,11 +274,11 @@ class PrefillRequest:
         """
         if self.offered:
             raise LocalProtocolError(f"request {self.request_id!r} was not accepted: to put it off, call busy()")
-        failure = Failure(
-            Reason.preempted, "the prefiller's engine took its pages back", self._rows, self.dispatch.expected_rows
-        )
-        self._feed(core.Preempted(failure))
-        self._give_up_context()
+        expected, posted = self.dispatch.expected_rows, self.node.fabric.state.leg_rows_posted(self.tag)
+        if not (self.last_armed and posted == expected):
+            detail = "the prefiller's engine took its pages back"
+            self._feed(core.Preempted(Failure(Reason.preempted, detail, self._rows, expected)))
+            self._give_up_context()
         return await self.released()
 
     async def cancelled(self) -> Reason | None:

@@ -66,7 +66,8 @@ class Step:
         tickets: Its number on each counter; 0 for a step that moves nothing.
     """
 
-    def __init__(self, node: Node, chunks: Sequence[Chunk], stream: int) -> None:
+    def __init__(self, node: Node, chunks: Sequence[Chunk], stream: int, marks: Sequence[_Mark] = ()) -> None:
+        """`marks`: where the requests of the chunks stood before."""
         waits = [chunk for chunk in chunks if not chunk.ready]
         num_signals = node.memory.num_signals
         first = stream * len(num_signals)
@@ -80,7 +81,7 @@ class Step:
             self._num_bumps[rank] = 0  # the native layer is done with that part at once
         self._node = node
         self._members = self.chunks  # and those that have joined it
-        self._marks = [_Mark(chunk) for chunk in waits]
+        self._marks = [mark for mark, chunk in zip(marks, chunks, strict=True) if not chunk.ready]
         self._broken: set[int] = set()  # its parts that were not complete when they were over
 
     @property
@@ -192,26 +193,28 @@ class Step:
 
         Call it instead of `signal.start()`. A step that has started cannot be taken back, for layers of it may be on
         their way: its requests fail, by name. A step that has shown all its signals, and one that moves nothing, are
-        left as they are. Chunks that were `ready` have gone when they were announced.
+        left as they are, and so is any once the messenger is closed. Chunks that were `ready` have gone when they were
+        announced.
 
         Raises:
-            LocalProtocolError: A later step of one of its requests was announced (abandon that one first), or its
-                context was sent.
+            LocalProtocolError: A later step of one of its requests was announced (abandon that one first), or pages
+                that were ready, or its context was sent: a request that cannot be taken back is given up by `fail`.
         """
         node = self._node
         with node.lock:
-            if self.shown or not self.running:
+            if node.closing or self.shown or not self.running:
                 return
-            if not self._started:
+            started = self._started  # once: the forward may run in another process
+            if not started:
                 for mark in {mark.request: mark for mark in self._marks}.values():  # of each the newest
-                    mark.check_newest()
+                    mark.check_newest(self)
                 for mark in reversed(self._marks):
                     mark.restore()
             for chunk in self._members:
                 chunk.request.last_armed = False  # what is stopped now must not look complete
-                chunk.request.spoiled |= self._started
+                chunk.request.spoiled |= started
             self.forget()
-        if self._started:
+        if started:
             for chunk in self._members:
                 node.stop_writes(chunk.request)  # now: a later step of it may run before the event loop does
             shown = zip(self.signals, self._num_bumps, strict=True)
@@ -254,9 +257,12 @@ class _Mark:
         self._after = chunk.stop
         self._delivery = request.delivery.mark()
 
-    def check_newest(self) -> None:
+    def check_newest(self, step: Step) -> None:
+        """Raises LocalProtocolError where the step cannot be abandoned. What was ready after it cannot be either, and
+        is in the way only until the request is over."""
         request = self.request
-        if request.next_position != self._after:
+        only_ready_after = request.ended and request.open_steps[-1] is step
+        if request.next_position != self._after and not only_ready_after:
             raise LocalProtocolError(
                 f"request {request.request_id!r}: the step up to position {self._after} cannot be abandoned, a later "
                 f"one up to {request.next_position} was announced; abandon the later one first"
@@ -269,6 +275,8 @@ class _Mark:
 
     def restore(self) -> None:
         request = self.request
+        if request.next_position != self._after:
+            return  # nothing was changed; or it is over, and stands where what was ready has left it
         request.next_position = self._before
         request.last_armed, request.context_due = self._last_armed, self._context_due
         request.delivery.restore(self._delivery)
@@ -291,7 +299,7 @@ def begin_step(node: Node, chunks: Sequence[Chunk], counter: int) -> Step:
         try:
             if owner is not None:
                 return _join(node, list(chunks), counter, owner, marks)
-            return _arm(node, list(chunks), counter)
+            return _arm(node, list(chunks), counter, marks)
         except BaseException:
             for mark, request, num_transfers in zip(marks, requests, tallies, strict=True):
                 mark.restore()
@@ -315,7 +323,7 @@ def _join(node: Node, chunks: Sequence[Chunk], stream: int, owner: Step, marks: 
     owner.check_joinable(node, chunks)
     chunks = [replace(chunk, ready=True) for chunk in chunks]  # so that no step is held by itself
     if not owner.running:
-        return _arm(node, chunks, stream)
+        return _arm(node, chunks, stream, marks)
     orders = Orders()
     for chunk in chunks:
         _advance(node, chunk, orders, ready=False)
@@ -326,8 +334,8 @@ def _join(node: Node, chunks: Sequence[Chunk], stream: int, owner: Step, marks: 
     return Step(node, [], stream)
 
 
-def _arm(node: Node, chunks: Sequence[Chunk], stream: int) -> Step:
-    step, orders = Step(node, chunks, stream), Orders()
+def _arm(node: Node, chunks: Sequence[Chunk], stream: int, marks: Sequence[_Mark]) -> Step:
+    step, orders = Step(node, chunks, stream, marks), Orders()
     for chunk in chunks:
         _advance(node, chunk, orders, ready=bool(chunk.ready))
     if step.moves or len(orders):

@@ -119,6 +119,17 @@ async def test_requests_on_other_ranks_go_on(fabric: str, side: str) -> None:
         await check_clean(prefiller, decoder)
 
 
+async def test_a_rank_may_be_lost_after_the_messenger_closed(fabric: str) -> None:
+    """Worker processes end with their engine, and whoever watches them says so. A step of theirs never ended."""
+    async with nodes(MLA, fabric=fabric, layer_counters="rank") as (prefiller, decoder):
+        one = await asked(prefiller, decoder, 1, NUM_TOKENS, rank=1)
+        await halfway(one)
+        await within(prefiller.lead.close())
+        prefiller.lead.rank_lost(1, WHY)
+        assert (await within(one.request.outcome())).reason is Reason.closed
+        await within(one.fetch.released())
+
+
 async def test_a_rank_that_stops_computing_fails_its_own_requests(fabric: str) -> None:
     """Nobody has said that it is lost: the time allowed for the step runs out."""
     async with nodes(MLA, fabric=fabric, layer_counters="rank", step_timeout_s=0.5) as (prefiller, decoder):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 
 import pytest
 
@@ -165,19 +166,23 @@ def test_the_slot_of_a_cancelled_fetch_is_held_while_its_context_is_in_the_air(f
 
     async def scenario() -> None:
         async with pair(fabric, num_context_slots=1) as both:
+            fetch, request = await begun(both, "first")  # what is held before the first write connects nothing
+            write(request, 3)
+            both.begin(Chunk(request, 0, NUM_POSITIONS, SPANS, ready=True))
+            await check_arrives(fetch, 3)
             fetch, request = await begun(both)
             write(request, 1)
             held = both.decoder.node.fabric.poller
             held.hold(True)
             both.begin(Chunk(request, 0, NUM_POSITIONS, SPANS, ready=True))
-            await until(lambda: both.prefiller.messenger.stats()["posted_rows"] == NUM_ROWS, "all of it is posted")
+            await until(lambda: both.prefiller.messenger.stats()["posted_rows"] == 2 * NUM_ROWS, "all of it is posted")
             fetch.cancel()
             with pytest.raises(RequestCancelledError):
                 await within(fetch)
             await within(request.cancelled())
             with pytest.raises(BusyError, match="every context slot is held by a request that is alive or not proven"):
                 both.fetch("b", NUM_POSITIONS + 1, [2, 3])
-            assert (both.decoder.hidden == POISON).all()
+            assert (both.decoder.hidden == 3).all()
             held.hold(False)
             await within(fetch.released())
             assert (both.decoder.hidden == 1).all(), "it did land"
@@ -284,6 +289,25 @@ def test_a_step_is_not_abandoned_after_its_context_was_sent() -> None:
             await check_arrives(fetch, 3)
 
     run("inprocess", scenario)
+
+
+def test_a_request_that_is_posted_to_its_last_row_is_not_preempted() -> None:
+    """Its pages would come back no sooner, and all of it would be computed once more."""
+
+    async def scenario() -> None:
+        async with pair("shm", num_context_slots=1) as both:
+            fetch, request = await begun(both)
+            write(request, 3)
+            both.begin(Chunk(request, 0, NUM_POSITIONS, SPANS, ready=True))
+            limit = time.monotonic() + 20
+            while both.prefiller.messenger.stats()["posted_rows"] < NUM_ROWS:  # the event loop hears nothing of it
+                assert time.monotonic() < limit
+            assert await within(request.preempt()) == NUM_ROWS
+            await check_arrives(fetch, 3)
+            assert fetch.num_restarts == 0
+            assert (await within(request.outcome())).ok
+
+    run("shm", scenario)
 
 
 def test_what_is_due_at_the_end_does_nothing() -> None:

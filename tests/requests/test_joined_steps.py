@@ -156,6 +156,48 @@ def test_a_step_that_never_ran_is_abandoned_with_what_joined_it(fabric: str) -> 
     run(fabric, scenario)
 
 
+@pytest.mark.parametrize("fabric", FABRICS)
+def test_a_request_that_is_over_keeps_no_step_from_being_abandoned(fabric: str) -> None:
+    """Pages that followed were ready, so that there is no later step to abandon first."""
+
+    async def scenario() -> None:
+        async with pair(fabric) as both:
+            two = await Two(both).ask()
+            two.join()
+            both.begin(Chunk(two.request, HELD, NUM_POSITIONS, SPANS, ready=True))
+            with pytest.raises(LocalProtocolError, match="one up to 12 was announced; abandon the later one first"):
+                two.step.abandon()
+            two.request.fail("its step will not run")
+            two.step.abandon()
+            assert (two.owner.next_position, two.request.next_position) == (0, NUM_POSITIONS)
+            await within(two.request.released())
+            await within(two.fetch.released())
+            await until(lambda: not two.request.open_steps, "it waits for no step")
+            two.step = both.begin(Chunk(two.owner, 0, HELD, [Span(0, 0, PAGES[:2])]))
+            two.owner_runs()
+            await two.check_owner_arrives()
+
+    run(fabric, scenario)
+
+
+@pytest.mark.parametrize("fabric", FABRICS)
+@pytest.mark.parametrize("started", [True, False])
+def test_what_still_runs_when_the_messenger_closes_may_be_abandoned(fabric: str, started: bool) -> None:
+    async def scenario() -> None:
+        async with pair(fabric) as both:
+            two = await Two(both).ask()
+            two.join()
+            if started:
+                two.owner_runs(0)
+            await within(both.prefiller.messenger.close())
+            two.step.abandon()
+            for request in (two.owner, two.request):
+                assert (await within(request.outcome())).reason is Reason.closed
+                await within(request.released())
+
+    run(fabric, scenario)
+
+
 def test_a_step_that_is_over_and_complete_is_ready() -> None:
     """Neither does it matter how long ago that was: the native layer need not know it any more."""
 
