@@ -51,9 +51,9 @@ class Signal:
         self._counter.bump()
         if self.ticket and self._counter.bumps > self._due:
             raise LocalProtocolError(
-                f"step {self.ticket} has shown {self._counter.bumps} layer signals, {self._due} were announced: a "
-                "layer was bumped twice, and pages may have gone before they were final, or a bump for context was given "
-                "where Step.signals_context is False. Fail its requests"
+                f"step {self.ticket} has shown {self._counter.bumps} layer signals, {self._due} were announced: "
+                "a layer was bumped twice, and pages may have gone before they were final, or a bump for context was "
+                "given where Step.signals_context is False. Fail its requests"
             )
 
     @property
