@@ -135,7 +135,7 @@ static bool claim(struct making *m, uint64_t *tickets, struct kv_error *e)
         if (turns[part] && (tickets[part] = kv_turns_claim(turns[part], num_steps)))
             continue;
         if (turns[part])
-            kv_error_set(e, KV_FULL, "%u steps of layer counter %u are outstanding, one a ring slot",
+            kv_error_set(e, KV_FULL, "%u steps of layer counter %u are outstanding, one a ring slot: run one, or abandon what will not run",
                          turns[part]->num_slots, m->parts[part].stream);
         while (part--)
             kv_turns_unclaim(turns[part], tickets[part]);

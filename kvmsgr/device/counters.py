@@ -15,14 +15,24 @@ class Signal:
     Ticket 0 stands for a forward that moves nothing (decode only, warm-up): same calls, nothing is published.
     """
 
-    __slots__ = ("_counter", "ticket")
+    __slots__ = ("_counter", "_due", "ticket")
 
-    def __init__(self, counter: LayerCounter, ticket: int) -> None:
+    def __init__(self, counter: LayerCounter, ticket: int, due: int = 0) -> None:
         self._counter = counter
+        self._due = due  # bumps that the step was announced with
         self.ticket = ticket
 
     def start(self) -> None:
-        """Store the ticket. Call it on the engine's stream right before *every* forward that may bump."""
+        """Store the ticket. Call it on the engine's stream right before *every* forward that may bump.
+
+        Raises:
+            LocalProtocolError: This forward has started before: its bumps would be counted from 0 again.
+        """
+        if self.ticket and self.started:
+            raise LocalProtocolError(
+                f"step {self.ticket} was started before and has shown {self.num_bumps} of {self._due} layer signals; a "
+                "forward starts once, and another one is a step of its own: begin_step"
+            )
         self._counter.start(self.ticket)
 
     def bump(self) -> None:
@@ -31,7 +41,7 @@ class Signal:
 
         Raises:
             LocalProtocolError: The forward was not started, or another one has started since: the bump would count for
-                that one.
+                that one. Or it is one more than was announced: an earlier one has released a layer that was not final.
         """
         if self._counter.ticket != self.ticket:
             raise LocalProtocolError(
@@ -39,6 +49,12 @@ class Signal:
                 "start() comes first, and all bumps before the next start()"
             )
         self._counter.bump()
+        if self.ticket and self._counter.bumps > self._due:
+            raise LocalProtocolError(
+                f"step {self.ticket} has shown {self._counter.bumps} layer signals, {self._due} were announced: "
+                "a layer was bumped twice, and pages may have gone before they were final, or a bump for context was "
+                "given where Step.signals_context is False. Fail its requests"
+            )
 
     @property
     def started(self) -> bool:

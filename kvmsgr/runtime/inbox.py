@@ -74,6 +74,14 @@ class Inbox:
         elif isinstance(message, Cancel):  # the others are late, and nobody waits for an answer to them
             peer.send(Unknown(request_id=message.request_id, attempt=message.attempt))
 
+    def _no_context_slot(self) -> str:
+        alive = sum(request.context_slot >= 0 and not request.ended for request in self._serves.values())
+        return (
+            f"every context slot is in use ({self._node.memory.num_context_slots}; {alive} by requests to prefill). "
+            "What is over keeps its own until its step has shown all its signals or is abandoned, and while a "
+            "send_context is due"
+        )
+
     def _dispatched(self, peer: PeerDriver, dispatch: Dispatch) -> None:
         """Admit a request, or say why not."""
         key = (peer, dispatch.request_id, dispatch.attempt)
@@ -91,7 +99,7 @@ class Inbox:
         if refusal is None and dispatch.context_slot >= 0:
             taken = self._node.take_context_slot()
             if taken is None:
-                refusal = Failure(Reason.busy, "every context slot is in use")
+                refusal = Failure(Reason.busy, self._no_context_slot())
             else:
                 context_slot = taken
         number = self._node.ledger.take() if refusal is None else None

@@ -190,6 +190,8 @@ class Outbox:
         is found here."""
         if not 0 < time_allowed_s < math.inf:
             raise ConfigError(f"request {request_id!r}: time_allowed_s is {time_allowed_s}; it must be positive")
+        if not isinstance(payload, bytes):
+            raise ConfigError(f"request {request_id!r}: payload is a {type(payload).__name__}; it must be bytes")
         try:
             dispatch = Dispatch(
                 request_id=request_id,

@@ -73,7 +73,8 @@ def check_cover(groups: Sequence[GroupLayout], spans: Sequence[Span], num_tokens
     must be said, by a span without pages.
 
     Raises:
-        LayoutError: Positions would be missing at the end or in the middle, or a group is not mentioned.
+        LayoutError: Positions would be missing at the end or in the middle, pages lie beyond the prompt, or a group is
+            not mentioned.
     """
     if num_tokens == 1:
         return  # nothing is moved
@@ -87,6 +88,12 @@ def check_cover(groups: Sequence[GroupLayout], spans: Sequence[Span], num_tokens
             )
         if group.recurrent:
             continue  # its one page is the end of the prompt
+        late = of_group[-1]
+        if late.num_pages and late.first_token >= num_tokens:
+            raise LayoutError(
+                f"group {group.name!r}: a span gives {late.num_pages} pages from position {late.first_token} on, where "
+                f"nothing comes: the prompt has {num_tokens} tokens"
+            )
         ranges = [span_positions(span, group.page_tokens, num_tokens) for span in of_group]
         ends = [*(positions.start for positions in ranges[1:]), num_tokens - 1]
         for positions, wanted in zip(ranges, ends, strict=False):

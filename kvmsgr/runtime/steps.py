@@ -139,7 +139,8 @@ class Step:
         """The native layer has it."""
         self.tickets = list(tickets)
         self.signals = [
-            Signal(self._node.counters[counter], ticket) for counter, ticket in zip(self.counters, tickets, strict=True)
+            Signal(self._node.counters[counter], ticket, num + self.signals_context)
+            for counter, ticket, num in zip(self.counters, tickets, self._node.memory.num_signals, strict=True)
         ]
         for key in zip(self.counters, tickets, strict=True):
             self._node.steps[key] = self
@@ -309,6 +310,12 @@ def begin_step(node: Node, chunks: Sequence[Chunk], counter: int) -> Step:
 
 def _owner(chunks: Sequence[Chunk]) -> Step | None:
     """The step that computes the pages of all these chunks for other requests."""
+    for chunk in chunks:
+        if not isinstance(chunk.ready, bool | Step):
+            raise ConfigError(
+                f"request {chunk.request.request_id!r}: ready of chunk [{chunk.start}, {chunk.stop}) is a "
+                f"{type(chunk.ready).__name__}; it must be a bool, or the Step that computes the pages"
+            )
     owners = [chunk.ready for chunk in chunks if isinstance(chunk.ready, Step)]
     if owners and (len(owners) < len(chunks) or len(set(owners)) > 1):
         raise LocalProtocolError(
@@ -363,9 +370,13 @@ def _advance(node: Node, chunk: Chunk, orders: Orders, ready: bool) -> None:
     if request.offered:
         raise LocalProtocolError(f"request {request.request_id!r} has not been accepted: call accept() first")
     if not request.next_position == chunk.start < chunk.stop <= request.num_positions:
+        expected = f"one that starts at {request.next_position} and stops at {request.num_positions} at the latest"
+        if request.next_position == request.num_positions:
+            expected = "none, for all were announced: the prompt's last token is the decoder's"
+        elif chunk.start > request.next_position:
+            expected += "; positions whose pages are there already are announced too, by ready=True"
         raise LayoutError(
-            f"request {request.request_id!r}: chunk [{chunk.start}, {chunk.stop}) was announced, expected is one that "
-            f"starts at {request.next_position} and stops at {request.num_positions} at the latest"
+            f"request {request.request_id!r}: chunk [{chunk.start}, {chunk.stop}) was announced, expected is {expected}"
         )
     if chunk.context_later and not chunk.last:
         raise LocalProtocolError(

@@ -246,6 +246,8 @@ async def test_what_an_engine_gets_wrong_is_told_at_once() -> None:
             decoder.fetch("r", peer, [], [])
         with pytest.raises(LayoutError, match=r"group 'kv': no span says where it goes.*Span\(0, 8, \[\]\)"):
             decoder.fetch("r", peer, range(9), [])
+        with pytest.raises(LayoutError, match="gives 1 pages from position 20 on, where nothing comes"):
+            decoder.fetch("r", peer, range(9), [Span(0, 20, [1])])
         fetch, request = await started(both)
         with pytest.raises(RefusedError, match="already"):
             both.fetch("r", NUM_TOKENS, [6, 7])

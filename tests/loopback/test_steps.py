@@ -50,7 +50,7 @@ async def test_a_step_that_has_started_cannot_be_taken_back() -> None:
             await within(fetch)
         assert (await within(request.outcome())).reason is Reason.step_fault
         # Its positions do not come back: announcing them again is an error, not a second copy of the rows.
-        with pytest.raises(LayoutError, match="expected is one that starts at 4"):
+        with pytest.raises(LayoutError, match="expected is none, for all were announced"):
             both.prefiller.messenger.begin_step([chunk(request, 0, PAGE_TOKENS, [1])])
 
 
@@ -79,7 +79,7 @@ async def test_pages_that_were_ready_have_gone_even_if_the_step_is_abandoned() -
         )
         step.abandon()
         assert (await within(fetches[0])).rows == ROWS_A_PAGE
-        with pytest.raises(LayoutError, match="starts at 4"):
+        with pytest.raises(LayoutError, match="expected is none, for all were announced"):
             messenger.begin_step([chunk(requests[0], 0, PAGE_TOKENS, [8], ready=True)])
         both.run(messenger.begin_step([chunk(requests[1], 0, PAGE_TOKENS, [9])]), 1, [9])
         await within(fetches[1])
@@ -178,7 +178,7 @@ async def test_a_chunk_too_many_is_an_error_and_does_not_stop_what_is_under_way(
         request.accept()
         messenger = both.prefiller.messenger
         step = messenger.begin_step([chunk(request, 0, PAGE_TOKENS, [1])])
-        with pytest.raises(LayoutError, match="stops at 4 at the latest"):
+        with pytest.raises(LayoutError, match="expected is none, for all were announced"):
             messenger.begin_step([chunk(request, PAGE_TOKENS, PAGE_TOKENS + 1, [1])])
         both.run(step, 1, [1])
         await within(fetch)
@@ -225,3 +225,41 @@ async def test_what_cannot_be_announced_is_said() -> None:
         await within(messenger.close())
         with pytest.raises(MessengerClosedError):
             messenger.begin_step([chunk(request, 0, PAGE_TOKENS, [1])])
+
+
+async def test_a_mistake_with_a_signal_is_told_where_it_is_made() -> None:
+    async with pair("net", context=False) as both:
+        both.fetch("r", 2 * PAGE_TOKENS + 1, [0, 1])
+        request = await both.asked()
+        request.accept()
+        step = both.prefiller.messenger.begin_step([chunk(request, 0, PAGE_TOKENS, [1])])
+        step.signal.start()
+        with pytest.raises(LocalProtocolError, match=f"started before and has shown 0 of {LAYERS} layer signals"):
+            step.signal.start()
+        for _ in range(LAYERS):
+            step.signal.bump()
+        with pytest.raises(LocalProtocolError, match=f"shown {LAYERS + 1} layer signals, {LAYERS} were announced"):
+            step.signal.bump()
+        with pytest.raises(LocalProtocolError, match="started before"):
+            step.signal.start()
+
+
+async def test_what_is_neither_a_step_nor_a_bool_does_not_make_pages_ready() -> None:
+    async with pair("net", context=False) as both:
+        both.fetch("r", PAGE_TOKENS + 1, [0])
+        request = await both.asked()
+        request.accept()
+        messenger = both.prefiller.messenger
+        signal = messenger.begin_step([]).signal
+        wrong = Chunk(request, 0, PAGE_TOKENS, [Span(0, 0, [1])], ready=signal)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="is a Signal; it must be a bool, or the Step"):
+            messenger.begin_step([wrong])
+
+
+async def test_chunks_leave_no_gap_where_pages_are_there_already() -> None:
+    async with pair("net", context=False) as both:
+        both.fetch("r", 2 * PAGE_TOKENS + 1, [0, 1])
+        request = await both.asked()
+        request.accept()
+        with pytest.raises(LayoutError, match=r"starts at 0 and stops at 8 at the latest; .* by ready=True"):
+            both.prefiller.messenger.begin_step([chunk(request, PAGE_TOKENS, 2 * PAGE_TOKENS, [1, 2])])

@@ -17,10 +17,11 @@ from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 import kvmsgr
 from kvmsgr.device.counters import LayerCounter
-from kvmsgr.errors import KvmsgrError, StepFaultError
+from kvmsgr.errors import KvmsgrError, LocalProtocolError, StepFaultError
 from kvmsgr.runtime.node import Node
 from kvmsgr_protocol import Reason
 
@@ -298,7 +299,8 @@ class AheadEngine:
     async def surplus(self, stream: int) -> None:
         """A signal too many, after all of the latest forward."""
         forward = self.latest_of(stream)
-        forward.step.signal.bump()
+        with pytest.raises(LocalProtocolError, match=f"has shown {forward.num_signals + 1} layer signals"):
+            forward.step.signal.bump()
         forward.num_done += 1
         for job, _, _ in forward.parts:
             job.faults.append(
