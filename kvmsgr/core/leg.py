@@ -83,6 +83,14 @@ class PeerRestarted:
 
 
 @dataclass(frozen=True, slots=True)
+class PutOff:
+    """The peer is busy, and took its pages back before: it may be asked again, for it is not the engine that wants to
+    know of it."""
+
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
 class PeerLost:
     """The peer's epoch has ended."""
 
@@ -173,7 +181,7 @@ def _fail_unasked(leg: Leg, event: Drained) -> FailAttempt:
     return FailAttempt(Failure(Reason.engine, _DRAINED_UNASKED, event.rows))
 
 
-def _restart_attempt(leg: Leg, event: PeerRestarted) -> RestartAttempt:
+def _restart_attempt(leg: Leg, event: PeerRestarted | PutOff) -> RestartAttempt:
     return RestartAttempt(event.failure)
 
 
@@ -226,6 +234,7 @@ class Leg(Machine):
         (_S.owing, PeerLost): go(_S.unsent),
         (_S.dispatched, Accepted): go(_S.accepted),
         (_S.dispatched, Declined): go(_S.declined, _fail_attempt),
+        (_S.dispatched, PutOff): go(_S.declined, _restart_attempt),
         (_S.dispatched, PeerLost): go(_S.lost, _fail_attempt),
         (_S.dispatched, AttemptFailed): go(_S.draining, _send_end, _await_drained),
         (_S.dispatched, AttemptReady): go(_S.finished, _send_finished),

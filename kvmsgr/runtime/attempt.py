@@ -78,6 +78,7 @@ class Attempt:
         self._failure: Failure | None = None
         self._watches: dict[PeerDriver, asyncio.TimerHandle] = {}
         self._stall: asyncio.TimerHandle | None = None
+        self._pause: asyncio.TimerHandle | None = None  # before it is sent
         self._rows_posted = 0
         self._rows: int | None = None  # that had landed when it had left nothing behind
 
@@ -125,8 +126,10 @@ class Attempt:
         """Rows that the peer says it posted in all; 0 until it has said it."""
         return self.legs[peer].rows_posted
 
-    def start(self) -> None:
-        """Everything is armed: tell the peers that are live, and resolve at once what has no rows."""
+    def start(self, pause_s: float = 0.0) -> None:
+        """Everything is armed: tell the peers that are live, after a pause, and resolve at once what has no rows."""
+        if pause_s:
+            self._pause = self._node.loop.call_later(pause_s, self._pause_over)
         for peer in self.legs:
             self._open_in_ledger(peer)
         for peer in self.legs:
@@ -136,13 +139,17 @@ class Attempt:
             self.rows_counted(0)
         self._dispatch_if_live()
 
+    def _pause_over(self) -> None:
+        self._pause = None
+        self._dispatch_if_live()
+
     def peer_live(self, peer: PeerDriver) -> None:
         self._dispatch_if_live()
 
     def _dispatch_if_live(self) -> None:
         """Only when all the peers are there is it known that they hold everything, and who brings what. One that is
         over by then has nothing to divide, and its numbers may be others' already."""
-        if any(peer.machine.state is not PeerState.live for peer in self.legs):
+        if self._pause is not None or any(peer.machine.state is not PeerState.live for peer in self.legs):
             return
         try:
             if not self.done:
@@ -208,8 +215,7 @@ class Attempt:
             case Accept():
                 self._feed_leg(peer, legs.Accepted())
             case Busy(reason=detail, retry_after_s=retry_after_s):
-                failure = Failure(Reason.busy, f"{peer.name} is busy: {detail}", retry_after_s=retry_after_s)
-                self._feed_leg(peer, legs.Declined(failure))
+                self._busy(peer, Failure(Reason.busy, f"{peer.name} is busy: {detail}", retry_after_s=retry_after_s))
             case Refuse(code=code, reason=detail):
                 self._feed_leg(peer, legs.Declined(Failure(code, f"{peer.name} refused: {detail}")))
             case Sent(rows_posted=rows):
@@ -227,6 +233,11 @@ class Attempt:
             case _:
                 kind = type(message).__name__
                 raise LocalProtocolError(f"{kind} is no answer to a Dispatch (request {self.request_id!r})")
+
+    def _busy(self, peer: PeerDriver, failure: Failure) -> None:
+        """The engine hears of it, unless it was told long ago that the request is under way."""
+        again = self._fetch.num_restarts and self.legs[peer].state is legs.LegState.dispatched
+        self._feed_leg(peer, legs.PutOff(failure) if again else legs.Declined(failure))
 
     def _unknown(self, peer: PeerDriver) -> None:
         """Never a proof. A peer may have ended the leg, and told us, before our Cancel reached it; else it has lost
@@ -380,7 +391,8 @@ class Attempt:
                         peer.lose(failure)
                 case core.StartOver():
                     self._leave()
-                    self._fetch.start_over(list(self.legs))
+                    assert self._failure is not None
+                    self._fetch.start_over(list(self.legs), self._failure)
                 case core.ReleasePages():
                     self._release_pages()
 
@@ -424,6 +436,8 @@ class Attempt:
     def _cancel_watches(self) -> None:
         for watch in self._watches.values():
             watch.cancel()
+        if self._pause is not None:
+            self._pause.cancel()
 
     def release_by_fence(self) -> None:
         """Every endpoint is closed: whatever the state, nothing can land."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("kvmsgr")
 RECORD_S = 0.05
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 1.0  # before a peer that has ended two attempts is asked again
 FENCE_S = 1.0  # that a fence takes, at most, once the lease is over
 
 
@@ -29,7 +30,8 @@ class Fetch:
     """One request on its way here. Await it for its `Arrival`; `released` tells when its pages are free.
 
     A prefiller may take its pages back (`PrefillRequest.preempt`). Once it is proven that nothing more of that attempt
-    can land, the request is sent again, for the same pages and in the time that is left; awaiting it goes on.
+    can land, the request is sent again, for the same pages and in the time that is left, and once more where it is
+    busy then, at longer and longer intervals; awaiting it goes on.
 
     Attributes:
         request_id: As the engine named it.
@@ -43,6 +45,7 @@ class Fetch:
         self._node = node
         self._dispatch = dispatch
         self._context_slot = dispatch.context_slot
+        self._pause_s = 0.0  # before the next attempt; each one waits longer
         self._arrived = False
         self._arrival: asyncio.Future[Arrival] = node.loop.create_future()
         self._released: asyncio.Future[None] = node.loop.create_future()
@@ -141,11 +144,13 @@ class Fetch:
         self._arrival.set_exception(error)
         self._arrival.exception()  # it may never be awaited; the log has said it
 
-    def start_over(self, peers: Sequence[PeerDriver]) -> None:
+    def start_over(self, peers: Sequence[PeerDriver], failure: Failure) -> None:
         """Nothing of the last attempt can land any more. It has given its slots back, and the pages, and with them the
-        context slot, wait for the next one."""
-        left_s = max(0.0, self._deadline_s - self._node.loop.time())
-        log.info("request starts over", request_id=self.request_id, left_s=round(left_s, 3))
+        context slot, wait for the next one. `failure`: why the last one ended."""
+        pause_s = self._pause_s if failure.retry_after_s is None else failure.retry_after_s
+        self._pause_s = min(max(2 * self._pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
+        left_s = max(0.0, self._deadline_s - self._node.loop.time() - pause_s)
+        log.info("request starts over", request_id=self.request_id, after=failure.detail, left_s=round(left_s, 3))
         try:
             self._attempt = self._node.outbox.new_attempt(self, peers, replace(self._dispatch, time_allowed_s=left_s))
         except BusyError as error:
@@ -154,8 +159,8 @@ class Fetch:
             self.failed(failure)
             self.pages_free()
             return
-        self.num_restarts += 1
-        self._attempt.start()
+        self.num_restarts += failure.reason is not Reason.busy
+        self._attempt.start(pause_s)
 
     def pages_free(self) -> None:
         """No write can land in the destination pages any more."""

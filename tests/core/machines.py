@@ -12,15 +12,17 @@ from kvmsgr_protocol import Reason
 FAILURE = Failure(Reason.engine, "the engine said so", 3, 10)
 OTHER = Failure(Reason.timeout, "too late", 4, 10)
 PREEMPTED = Failure(Reason.preempted, "the pages are needed", 2, 10)
+BUSY = Failure(Reason.busy, "no room")
 
 EXAMPLES: dict[type, object] = {
     leg.PeerLive: leg.PeerLive(),
     leg.Accepted: leg.Accepted(),
-    leg.Declined: leg.Declined(Failure(Reason.busy, "no room")),
+    leg.Declined: leg.Declined(BUSY),
     leg.AllPosted: leg.AllPosted(10),
     leg.Drained: leg.Drained(5),
     leg.PeerGaveUp: leg.PeerGaveUp(FAILURE),
     leg.PeerRestarted: leg.PeerRestarted(PREEMPTED),
+    leg.PutOff: leg.PutOff(BUSY),
     leg.PeerLost: leg.PeerLost(FAILURE),
     leg.CountEqual: leg.CountEqual(),
     leg.Fenced: leg.Fenced(),

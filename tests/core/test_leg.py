@@ -27,6 +27,7 @@ from kvmsgr.core.leg import (
     PeerLive,
     PeerLost,
     PeerRestarted,
+    PutOff,
     RestartAttempt,
     SendDispatch,
     SendEnd,
@@ -34,7 +35,7 @@ from kvmsgr.core.leg import (
 )
 from kvmsgr_protocol import Reason
 
-from .machines import EXAMPLES, FAILURE, PREEMPTED, events_of
+from .machines import BUSY, EXAMPLES, FAILURE, PREEMPTED, events_of
 
 
 def fed(*events: object) -> tuple[Leg, list[object]]:
@@ -109,6 +110,13 @@ def test_a_peer_that_took_its_pages_back_ends_the_attempt_and_must_say_what_it_p
     leg.feed(Drained(5))
     leg.feed(CountEqual())
     assert leg.state is LegState.drained
+
+
+def test_a_peer_that_is_busy_after_it_took_its_pages_back_ends_the_attempt_alone() -> None:
+    leg, effects = fed(PeerLive(), PutOff(BUSY))
+    assert effects == [RestartAttempt(BUSY)]
+    assert leg.feed(AttemptFailed(BUSY)) == []
+    assert leg.state is LegState.declined
 
 
 @pytest.mark.parametrize(

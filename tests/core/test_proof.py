@@ -155,7 +155,8 @@ class BothSides:
             case serve.SendAccept():
                 self.feed_leg(leg.Accepted())
             case serve.SendDecline(failure):
-                self.feed_leg(leg.Declined(failure))
+                again = len(self.tries) > 1 and self.now.leg.state is leg.LegState.dispatched
+                self.feed_leg(leg.PutOff(failure) if again else leg.Declined(failure))
             case serve.SendSent(rows):
                 self.feed_leg(leg.AllPosted(rows))
             case serve.SendFailure(failure):

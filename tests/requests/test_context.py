@@ -10,9 +10,15 @@ import pytest
 
 import kvmsgr
 from kvmsgr import Chunk, Span
-from kvmsgr.errors import BusyError, ContextReleasedError, LocalProtocolError, RequestCancelledError
+from kvmsgr.errors import (
+    BusyError,
+    ContextReleasedError,
+    LocalProtocolError,
+    RequestCancelledError,
+    TransferTimeout,
+)
 
-from .nodes import DIM, FABRICS, NET, POISON, ROWS_A_POSITION, Pair, pair, run, until, within
+from .nodes import DIM, FABRICS, LAYERS, NET, POISON, ROWS_A_POSITION, Pair, pair, run, until, within
 
 NUM_POSITIONS, PAGES = 8, [0, 1]
 SPANS = [Span(0, 0, PAGES)]
@@ -321,3 +327,44 @@ def test_what_is_due_at_the_end_does_nothing() -> None:
                 await fetch
 
     run("inprocess", scenario)
+
+
+@pytest.mark.parametrize("fabric", FABRICS)
+@pytest.mark.parametrize("why_it_ends", ["arrives", "is cancelled", "runs out of time"])
+def test_a_preempted_request_waits_for_its_context_slot_and_comes_again(fabric: str, why_it_ends: str) -> None:
+    """The only slot is held until the step that may write it has shown all its signals; till then the prefiller is
+    busy, and the decoder asks it again, as long as there is time and somebody wants it."""
+
+    async def scenario() -> None:
+        async with pair(fabric, num_context_slots=1) as both:
+            fetch, request = await begun(both, time_allowed_s=1.0 if why_it_ends == "runs out of time" else 60.0)
+            step = both.begin(Chunk(request, 0, NUM_POSITIONS, SPANS))
+            both.forward(step, 1, PAGES, [0])
+            await within(request.preempt())
+            attempts: set[int] = set()
+
+            def put_off() -> bool:
+                attempts.add(fetch.attempt)
+                return len(attempts) > 3
+
+            await until(put_off, "it was asked for several times")
+            if why_it_ends == "is cancelled":
+                fetch.cancel()
+                with pytest.raises(RequestCancelledError):
+                    await within(fetch)
+            elif why_it_ends == "runs out of time":
+                with pytest.raises(TransferTimeout):
+                    await within(fetch)
+            else:
+                both.forward(step, 1, PAGES, range(1, LAYERS))
+                write(request, 1)
+                step.signal.bump()
+                request = await both.accepted()
+                both.begin(Chunk(request, 0, NUM_POSITIONS, SPANS, ready=True, context_later=True))
+                write(request, 2)
+                request.send_context()
+                await check_arrives(fetch, 2)
+                assert fetch.num_restarts == 1
+            await within(fetch.released())
+
+    run(fabric, scenario)
