@@ -85,6 +85,7 @@ class PrefillRequest:
         self.num_transfers = 0
         self.last_armed = self.num_positions == 0  # and its context
         self.context_due = False  # the last chunk was announced, and `send_context` is to follow
+        self.given_up = False  # by the engine: `send_context` does not follow, even if chunks are announced yet
         self.node = node
         self.open_steps: list[Step] = []  # that compute it and are not over
         self.spoiled = False  # a step of it was given up halfway, which its end is about to follow
@@ -205,8 +206,8 @@ class PrefillRequest:
 
     def _give_up_context(self) -> None:
         """The engine will not send it any more."""
-        with self.node.lock:
-            self.context_due = False
+        with self.node.lock:  # an engine's thread may be about to announce the last chunk
+            self.given_up, self.context_due = True, False
         self.release_context_slot()
 
     def send_context(self) -> None:
@@ -256,6 +257,7 @@ class PrefillRequest:
     async def preempt(self) -> int:
         """Take the pages back, because others need them more: nothing more of the request is posted, and nothing reads
         its pages when this returns. Chunks that were announced move nothing any more; their steps go on for the others.
+        A `send_context` that was due is not any more, as after `fail`: stop who writes the context buffers first.
 
         The decoder is told, and asks again by itself unless it has given the request up: it comes back through
         `requests()`, as a new one of the same id. `outcome()` of this one is `Reason.preempted`. To have the decoder
