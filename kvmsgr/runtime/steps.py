@@ -180,7 +180,8 @@ class Step:
         for counter, ticket in self.running:
             if part in (None, self.part_of(counter)):
                 self.broke(counter, ticket)
-                self._node.fabric.poller.abandon(counter, ticket)
+                if not self._node.closing:  # else all that is armed goes with the poller, which may be closed
+                    self._node.fabric.poller.abandon(counter, ticket)
 
     def broke(self, counter: int, ticket: int) -> None:
         """It is over on that counter, and was not complete."""
@@ -365,7 +366,7 @@ def _advance(node: Node, chunk: Chunk, orders: Orders, ready: bool) -> None:
             f"context goes with the last one, which stops at {request.num_positions}: say it there"
         )
     request.next_position = chunk.stop
-    request.context_due = chunk.context_later and request.wants_context
+    request.context_due = chunk.context_later and request.wants_context and not request.given_up
     if not request.may_move:
         return  # the engine runs the chunk with the others; nothing of it is wanted any more
     for span in chunk.spans:

@@ -6,7 +6,7 @@ import pytest
 
 import kvmsgr
 from kvmsgr import Chunk, Span
-from kvmsgr.errors import LocalProtocolError, StepFaultError
+from kvmsgr.errors import ClosedError, LocalProtocolError, StepFaultError
 from kvmsgr_protocol import Reason
 
 from .nodes import DIM, FABRICS, LAYERS, ROWS_A_POSITION, Pair, pair, run, until, within
@@ -152,6 +152,28 @@ def test_a_step_that_never_ran_is_abandoned_with_what_joined_it(fabric: str) -> 
             await two.check_arrives()
             await two.check_owner_arrives()
             both.decoder.kv.check()
+
+    run(fabric, scenario)
+
+
+@pytest.mark.parametrize("fabric", FABRICS)
+def test_a_step_may_be_abandoned_when_the_messenger_is_closed(fabric: str) -> None:
+    """An engine that announces ahead has some left then."""
+
+    async def scenario() -> None:
+        async with pair(fabric) as both:
+            two = await Two(both).ask()
+            two.join()
+            last = both.begin(Chunk(two.request, HELD, NUM_POSITIONS, SPANS))
+            two.owner_runs(0)
+            await within(both.prefiller.messenger.close())
+            for step in (last, two.step, last, two.step):
+                step.abandon()
+            for fetch, request in ((two.owner_fetch, two.owner), (two.fetch, two.request)):
+                with pytest.raises(ClosedError):
+                    await within(fetch)
+                await within(request.released())
+                await until(lambda request=request: not request.open_steps, "the steps are over")  # type: ignore[misc]  # bound at once
 
     run(fabric, scenario)
 
