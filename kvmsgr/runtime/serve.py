@@ -257,11 +257,10 @@ class PrefillRequest:
     async def preempt(self) -> int:
         """Take the pages back, because others need them more: nothing more of the request is posted, and nothing reads
         its pages when this returns. Chunks that were announced move nothing any more; their steps go on for the others.
-        A `send_context` that was due is not any more, as after `fail`: stop who writes the context buffers first.
 
         The decoder is told, and asks again by itself unless it has given the request up: it comes back through
         `requests()`, as a new one of the same id. `outcome()` of this one is `Reason.preempted`. To have the decoder
-        give it up, call `fail`. Where all was posted or the request is over already it only waits.
+        give it up, call `fail`. Does nothing where all was sent or the request is over already.
 
         Returns:
             Rows that were posted.
@@ -272,19 +271,12 @@ class PrefillRequest:
         """
         if self.offered:
             raise LocalProtocolError(f"request {self.request_id!r} was not accepted: to put it off, call busy()")
-        if self._all_posted:
-            return await self.released()  # its decoder may have it all; stopping would free the pages no sooner
         failure = Failure(
             Reason.preempted, "the prefiller's engine took its pages back", self._rows, self.dispatch.expected_rows
         )
         self._feed(core.Preempted(failure))
         self._give_up_context()
         return await self.released()
-
-    @property
-    def _all_posted(self) -> bool:
-        posted = self.node.fabric.state.leg_rows_posted(self.tag) == self.dispatch.expected_rows
-        return posted and self._machine.state is core.ServeState.accepted
 
     async def cancelled(self) -> Reason | None:
         """Wait until there is no use in computing it any more: its decoder cancelled or failed it, or is lost, or this

@@ -156,28 +156,6 @@ def test_a_step_that_never_ran_is_abandoned_with_what_joined_it(fabric: str) -> 
     run(fabric, scenario)
 
 
-@pytest.mark.parametrize("fabric", FABRICS)
-def test_a_step_may_be_abandoned_when_the_messenger_is_closed(fabric: str) -> None:
-    """An engine that announces ahead has some left then."""
-
-    async def scenario() -> None:
-        async with pair(fabric) as both:
-            two = await Two(both).ask()
-            two.join()
-            last = both.begin(Chunk(two.request, HELD, NUM_POSITIONS, SPANS))
-            two.owner_runs(0)
-            await within(both.prefiller.messenger.close())
-            for step in (last, two.step, last, two.step):
-                step.abandon()
-            for fetch, request in ((two.owner_fetch, two.owner), (two.fetch, two.request)):
-                with pytest.raises(ClosedError):
-                    await within(fetch)
-                await within(request.released())
-                await until(lambda request=request: not request.open_steps, "the steps are over")  # type: ignore[misc]  # bound at once
-
-    run(fabric, scenario)
-
-
 def test_a_step_that_is_over_and_complete_is_ready() -> None:
     """Neither does it matter how long ago that was: the native layer need not know it any more."""
 
@@ -295,3 +273,25 @@ def test_what_cannot_be_joined_is_refused_by_name_and_leaves_no_trace() -> None:
             both.decoder.kv.check()
 
     run("inprocess", scenario)
+
+
+@pytest.mark.parametrize("fabric", FABRICS)
+def test_a_step_may_be_abandoned_when_the_messenger_is_closed(fabric: str) -> None:
+    """An engine that announces ahead has some left then."""
+
+    async def scenario() -> None:
+        async with pair(fabric) as both:
+            two = await Two(both).ask()
+            two.join()
+            last = both.begin(Chunk(two.request, HELD, NUM_POSITIONS, SPANS))
+            two.owner_runs(0)
+            await within(both.prefiller.messenger.close())
+            for step in (last, two.step, last, two.step):
+                step.abandon()
+            for fetch, request in ((two.owner_fetch, two.owner), (two.fetch, two.request)):
+                with pytest.raises(ClosedError):
+                    await within(fetch)
+                await within(request.released())
+                await until(lambda request=request: not request.open_steps, "the steps are over")  # type: ignore[misc]  # bound at once
+
+    run(fabric, scenario)

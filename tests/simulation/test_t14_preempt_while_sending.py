@@ -332,31 +332,6 @@ def test_t14_a_request_that_was_not_accepted_cannot_be_preempted() -> None:
     simulate(scenario, 0)
 
 
-def test_t14_what_is_posted_to_the_end_arrives() -> None:
-    """Stopping it would free its pages no sooner. The decoder may have all of it by then, and would not ask again."""
-
-    async def scenario(air: Air) -> None:
-        async with world(air) as (decoder, prefiller):
-            await go_live(decoder, prefiller)
-            where = decoder.address("p")
-            air.hold(where, completes=False)
-            requests: list[kvmsgr.PrefillRequest] = []
-            prefiller.on_step = requests.append
-            fetch = decoder.fetch("a", 2, prefiller, NUM_TOKENS, await decoder.take(NUM_PAGES))
-            num_rows, state = NUM_CHUNKS * CHUNK_ROWS, prefiller.node.fabric.state
-            await until(lambda: bool(requests) and state.leg_rows_posted(requests[0].tag) == num_rows, "all is posted")
-            rows = asyncio.ensure_future(requests[0].preempt())
-            await asyncio.sleep(0.1)
-            assert not rows.done(), "its pages are still read"
-            air.release(where)
-            assert await asyncio.wait_for(rows, SECONDS) == num_rows
-            await asyncio.wait_for(fetch, SECONDS)
-            assert (await requests[0].outcome()).ok
-            assert fetch.num_restarts == 0
-
-    simulate(scenario, 0)
-
-
 def test_t14_what_is_being_preempted_is_not_answered_again() -> None:
     async def scenario(air: Air) -> None:
         async with world(air) as (decoder, prefiller):
