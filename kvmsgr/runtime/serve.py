@@ -85,6 +85,7 @@ class PrefillRequest:
         self.num_transfers = 0
         self.last_armed = self.num_positions == 0  # and its context
         self.context_due = False  # the last chunk was announced, and `send_context` is to follow
+        self.given_up = False  # by the engine: `send_context` does not follow, even if chunks are announced yet
         self.node = node
         self.open_steps: list[Step] = []  # that compute it and are not over
         self.spoiled = False  # a step of it was given up halfway, which its end is about to follow
@@ -193,7 +194,7 @@ class PrefillRequest:
         self._answer(core.EngineDeclined(Failure(Reason.busy, as_text(reason), retry_after_s=retry_after_s)))
 
     def _answer(self, event: core.EngineAccepted | core.EngineDeclined) -> None:
-        if not self.offered and not self.ended:
+        if self._machine.state not in (core.ServeState.offered, core.ServeState.ended):
             raise LocalProtocolError(f"request {self.request_id!r} was accepted before; to give it up, call fail()")
         self._feed(event)
 
@@ -205,8 +206,8 @@ class PrefillRequest:
 
     def _give_up_context(self) -> None:
         """The engine will not send it any more."""
-        with self.node.lock:
-            self.context_due = False
+        with self.node.lock:  # an engine's thread may be about to announce the last chunk
+            self.given_up, self.context_due = True, False
         self.release_context_slot()
 
     def send_context(self) -> None:

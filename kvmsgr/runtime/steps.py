@@ -384,7 +384,7 @@ def _advance(node: Node, chunk: Chunk, orders: Orders, ready: bool) -> None:
             f"context goes with the last one, which stops at {request.num_positions}: say it there"
         )
     request.next_position = chunk.stop
-    request.context_due = chunk.context_later and request.wants_context
+    request.context_due = chunk.context_later and request.wants_context and not request.given_up
     if not request.may_move:
         return  # the engine runs the chunk with the others; nothing of it is wanted any more
     for span in chunk.spans:

@@ -13,6 +13,7 @@ from kvmsgr import Chunk, Span
 from kvmsgr.errors import (
     BusyError,
     ContextReleasedError,
+    EngineFailedError,
     LocalProtocolError,
     RequestCancelledError,
     TransferTimeout,
@@ -162,6 +163,33 @@ def test_the_slot_of_a_cancelled_request_is_held_while_its_context_is_due(how: s
             write(request, 2)
             both.begin(Chunk(request, 0, NUM_POSITIONS, SPANS, ready=True))
             await check_arrives(fetch, 2)
+
+    run("inprocess", scenario)
+
+
+@pytest.mark.parametrize("how", ["preempt", "fail"])
+def test_no_context_is_due_of_a_last_chunk_that_was_announced_after_the_engine_gave_up(how: str) -> None:
+    """The thread that announces may learn of it later. Nobody calls `send_context` then, and the slot comes back."""
+
+    async def scenario() -> None:
+        async with pair("inprocess", num_context_slots=1) as both:
+            fetch, request = await begun(both)
+            first = both.begin(Chunk(request, 0, 4, SPANS))
+            both.forward(first, 1, PAGES, [0])
+            await within(request.preempt()) if how == "preempt" else request.fail("others come first")
+            assert request.context_slot >= 0, "the step that computes it still runs"
+            last = both.begin(Chunk(request, 4, NUM_POSITIONS, [], context_later=True))
+            both.forward(first, 1, PAGES, [1, 2])
+            both.forward(last, 1, PAGES)
+            if how == "preempt":
+                (await both.accepted()).fail("and now it is too late")  # it came again, for the slot was free
+            with pytest.raises(EngineFailedError):
+                await within(fetch)
+            await within(fetch.released())
+            other, request = await begun(both, "b")
+            write(request, 2)
+            both.begin(Chunk(request, 0, NUM_POSITIONS, SPANS, ready=True))
+            await check_arrives(other, 2)
 
     run("inprocess", scenario)
 

@@ -332,6 +332,28 @@ def test_t14_a_request_that_was_not_accepted_cannot_be_preempted() -> None:
     simulate(scenario, 0)
 
 
+def test_t14_what_is_being_preempted_is_not_answered_again() -> None:
+    async def scenario(air: Air) -> None:
+        async with world(air) as (decoder, prefiller):
+            await go_live(decoder, prefiller)
+            air.hold(decoder.address("p"), completes=False)
+            preempted = Preempted(prefiller)
+            fetch = decoder.fetch("a", 2, prefiller, NUM_TOKENS, await decoder.take(NUM_PAGES))
+            rows = await preempted.begun()
+            await asyncio.sleep(0.01)
+            assert not rows.done()
+            request = preempted.requests[0]
+            for answer in (request.accept, lambda: request.refuse("no"), lambda: request.busy("later")):
+                with pytest.raises(LocalProtocolError, match=r"was accepted before; to give it up, call fail\(\)"):
+                    answer()
+            air.release(decoder.address("p"))
+            await asyncio.wait_for(rows, SECONDS)
+            request.accept()  # over: does nothing
+            await asyncio.wait_for(fetch, SECONDS)
+
+    simulate(scenario, 0)
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_t14_leaving_the_block_while_it_begins_again(seed: int) -> None:
     async def scenario(air: Air) -> None:
