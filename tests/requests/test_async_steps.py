@@ -21,7 +21,9 @@ from hypothesis.stateful import (
 )
 
 from kvmsgr.errors import LocalProtocolError, StepFaultError, StepLimitError
+from kvmsgr.fabric import records
 from kvmsgr.fabric.inprocess import Air, use_air
+from kvmsgr.runtime.node import Node
 from kvmsgr.testing.loop import SimulatedLoop, simulate
 from kvmsgr_protocol import Reason
 
@@ -31,6 +33,7 @@ T = TypeVar("T")
 NUM_STREAMS = 2
 MOST_JOBS, MOST_AHEAD = 5, 3
 HOUR_S = 3600.0
+LATE_S = 0.3
 
 
 def one_of(things: Sequence[T], data: st.DataObject) -> T:
@@ -378,3 +381,40 @@ async def test_after_a_forward_is_given_up_nothing_it_left_unfinished_is_sent(fa
         assert engine.prefiller.stats()["posted_rows"] == 0
         engine.check()
         await engine.finish()
+
+
+@pytest.mark.parametrize("over", [False, True], ids=["the later step may go on", "the later step is over"])
+@pytest.mark.parametrize("fabric", ["inprocess", "net"])
+def test_a_page_that_a_dead_forward_has_begun_is_not_sent_by_a_later_step(
+    fabric: str, over: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The event loop hears of the fault long after the later step has shown all. The decoder would have every row by
+    then, some of which were never computed."""
+
+    def late(node: Node, *values: int) -> None:
+        node.loop.call_later(LATE_S, Node._step_failed, node, *values)
+
+    async def scenario(air: Air | None = None) -> None:
+        async with ahead(fabric, context=False) as engine:
+            dies, goes_on, last = [await engine.fetch(PAGE_TOKENS) for _ in range(3)]
+            engine.announce(0, [(dies, PAGE_TOKENS // 2)])
+            announced_whole(engine, dies, goes_on)
+            announced_whole(engine, last)
+            engine.start(0)
+            engine.bump(0)
+            engine.die(0)
+            run_whole(engine)
+            if over:
+                run_whole(engine)
+            with pytest.raises(StepFaultError, match=f"step 1 of layer counter 0 was over after 1 of {LAYERS}"):
+                await within(dies.fetch)
+            assert dies.fetch.rows_landed == 0
+            await within(goes_on.fetch)
+            engine.check()
+            await engine.finish()
+
+    monkeypatch.setitem(Node._handlers, records.STEP_FAULT, late)
+    if fabric == "inprocess":
+        simulate(scenario, 0)
+    else:
+        asyncio.run(scenario())
