@@ -16,6 +16,7 @@ enum kv_command_kind {
     KV_ARM_STEP,         /* object: struct kv_step, with all parts of it */
     KV_JOIN_STEP,        /* object: struct kv_step with the transfers that join the step of its ticket; likewise */
     KV_ABANDON_STEP,     /* object: struct kv_stream, value: ticket */
+    KV_RESUME_STREAM,    /* object: struct kv_stream, value: ticket of a step that is known to be short */
     KV_STOP_TAG,         /* link: id, value: tag */
     KV_DISTURB,          /* object: struct kv_disturbance, the poller's to free */
 };

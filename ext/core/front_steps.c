@@ -247,7 +247,9 @@ bool kv_join_step(struct kv_poller *const *pollers, uint32_t num_pollers, const 
                 orders, num_orders, tickets, e);
 }
 
-bool kv_abandon(struct kv_poller *p, uint32_t index, uint64_t ticket, struct kv_error *e)
+/* Tells the poller something of a step. */
+static bool submit_of_step(struct kv_poller *p, enum kv_command_kind kind, uint32_t index, uint64_t ticket,
+                           struct kv_error *e)
 {
     if (!kv_front_enter(p, e))
         return false;
@@ -255,9 +257,19 @@ bool kv_abandon(struct kv_poller *p, uint32_t index, uint64_t ticket, struct kv_
     struct kv_stream *s = index < p->front.num_streams ? p->front.streams[index] : NULL;
     kv_front_unlock(p);
     bool ok = s || kv_error_set(e, KV_INVALID, "there is no layer counter %u", index);
-    ok = ok && kv_front_submit(p, (struct kv_command){.kind = KV_ABANDON_STEP, .object = s, .value = ticket}, e);
+    ok = ok && kv_front_submit(p, (struct kv_command){.kind = kind, .object = s, .value = ticket}, e);
     kv_front_leave(p);
     return ok;
+}
+
+bool kv_abandon(struct kv_poller *p, uint32_t stream, uint64_t ticket, struct kv_error *e)
+{
+    return submit_of_step(p, KV_ABANDON_STEP, stream, ticket, e);
+}
+
+bool kv_resume_stream(struct kv_poller *p, uint32_t stream, uint64_t ticket, struct kv_error *e)
+{
+    return submit_of_step(p, KV_RESUME_STREAM, stream, ticket, e);
 }
 
 bool kv_stop_tag(struct kv_poller *p, uint32_t link, uint32_t tag, struct kv_error *e)

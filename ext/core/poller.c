@@ -128,6 +128,9 @@ static void obey(struct kv_poller *p, const struct kv_command *c)
     case KV_ABANDON_STEP:
         kv_step_abandon(p, c->object, c->value);
         break;
+    case KV_RESUME_STREAM:
+        kv_stream_resume(p, c->object, c->value);
+        break;
     case KV_STOP_TAG:
         if (l)
             kv_link_stop_tag(p, l, (uint32_t)c->value);

@@ -162,6 +162,9 @@ bool kv_join_step(struct kv_poller *const *pollers, uint32_t num_pollers, const 
                   uint32_t num_parts, uint64_t *tickets, const struct kv_order *orders, size_t num_orders,
                   struct kv_error *e);
 bool kv_abandon(struct kv_poller *p, uint32_t stream, uint64_t ticket, struct kv_error *e);
+/* Answers a KV_STEP_FAULT of a step that was begun on these pollers, after what must not be posted because of it was
+   stopped: what later steps have shown goes on. Each poller that watches the counter is told. */
+bool kv_resume_stream(struct kv_poller *p, uint32_t stream, uint64_t ticket, struct kv_error *e);
 bool kv_stop_tag(struct kv_poller *p, uint32_t link, uint32_t tag, struct kv_error *e);
 unsigned kv_take(struct kv_poller *p, struct kv_record *out, unsigned max);
 bool kv_inject(struct kv_poller *p, enum kv_fault fault, uint64_t nth, struct kv_error *e);

@@ -13,7 +13,8 @@ enum kv_record_kind {
     KV_LINK_FAILED,   /* id link, value errno, extra enum kv_link_failure */
     KV_LINK_CLOSED,   /* id link: nothing can land through it, nothing of it reads source memory */
     KV_STEP_ENDED,    /* id counter, value ticket, extra bumps seen */
-    KV_STEP_FAULT,    /* id counter, value ticket, extra bumps seen << 32 | enum kv_step_fault */
+    KV_STEP_FAULT,    /* id counter, value ticket, extra bumps seen << 32 | enum kv_step_fault. To be answered by
+                         kv_resume_stream: one that is short holds back what later steps show */
     KV_SLOT_REACHED,  /* id slot index, value rows: those awaited in this slot have landed */
     KV_LINK_HELD,     /* id link: it has its peer's new address, and nothing posted to the old one is in flight */
     KV_PORT_OPENED,   /* id port: every link has it now */

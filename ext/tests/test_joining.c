@@ -41,9 +41,11 @@ static void test_a_join_that_meets_the_first_word_of_its_step_ends_older_ones(vo
     toy_run(ticket, 1);
     struct kv_transfer *x = toy_transfer(0, 1, 1, false);
     toy_join(ticket, x, NULL);
-    CHECK(kv_watch(toy) == 1 && x->released == 1);
+    CHECK(kv_watch(toy) == 1 && x->released == 0);   /* nor does it show before these are dealt with */
     toy_check_record(KV_STEP_FAULT, 0, fewer, KV_FEWER);
     toy_no_record();
+    kv_stream_resume(toy, toy->streams[0], fewer);
+    CHECK(x->released == 1);
     toy_close();
 }
 
@@ -77,6 +79,7 @@ static void test_complete_steps_are_remembered_by_ring_slot(void)
     toy_check_record(KV_STEP_ENDED, 0, complete, TOY_ENTRIES);
     toy_check_record(KV_STEP_ENDED, 0, small, 3);
     toy_check_record(KV_STEP_FAULT, 0, fewer, 3ull << 32 | KV_FEWER);
+    kv_stream_resume(toy, toy->streams[0], fewer);
     join_complete(complete);
     join_lost(small);
     join_lost(fewer);

@@ -82,6 +82,9 @@ class Poller(Protocol):
       nothing of it is in flight. Rows posted are in it.
     - A write lands at most once, and its rows are counted after its bytes are in memory.
     - At most `window` operations of a link are in flight, heartbeats not counted.
+    - After the STEP_FAULT of a step that was over before it had shown all its signals (FEWER, DEADLINE), nothing is
+      released by later steps of that counter before `resume_counter` was called for it: what must not be posted because
+      of it is stopped first. Every STEP_FAULT is answered so. It was known before anything of these was released.
     - After LINK_CLOSED nothing lands through the link, and nothing of it reads source memory; where `fence_proven` is
       False, only if no peer was writing.
     """
@@ -152,6 +155,7 @@ class Poller(Protocol):
         edges: npt.NDArray[np.uint64],
     ) -> None: ...
     def abandon(self, counter: int, ticket: int) -> None: ...
+    def resume_counter(self, counter: int, ticket: int) -> None: ...
     def stop(self, link: int, tag: int) -> None: ...
 
     # What it says

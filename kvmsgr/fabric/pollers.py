@@ -198,6 +198,13 @@ class PollerGroup:
             if watchers >> index & 1:
                 poller.abandon(counter, ticket)
 
+    def resume_counter(self, counter: int, ticket: int) -> None:
+        """Each poller holds what it has to send by itself, as soon as it sees the fault, which one of them tells."""
+        watchers = self._watchers_of(counter)
+        for index, poller in enumerate(self._pollers):
+            if watchers >> index & 1:
+                poller.resume_counter(counter, ticket)
+
     def stop(self, link: int, tag: int) -> None:
         self._of_link(link).stop(link, tag)
 

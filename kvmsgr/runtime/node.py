@@ -251,9 +251,13 @@ class Node:
     def stop_writes(self, request: PrefillRequest) -> None:
         """Drop what is not posted. Under the lock: no step may arm more of the request behind our back."""
         with self.lock:
-            if request.num_transfers and not self.stuck:
-                for link in request.peer.open_links:
-                    self.fabric.poller.stop(link, request.tag)
+            self.drop_writes(request)
+
+    def drop_writes(self, request: PrefillRequest) -> None:
+        """As `stop_writes`, for who has the lock."""
+        if request.num_transfers and not self.stuck:
+            for link in request.peer.open_links:
+                self.fabric.poller.stop(link, request.tag)
 
     # Records
 
@@ -307,12 +311,17 @@ class Node:
         step.over()
 
     def _step_failed(self, counter: int, ticket: int, extra: int) -> None:
+        """Until the poller hears of it again, it releases nothing that later steps of the counter show."""
         with self.lock:
             step = self.steps.get((counter, ticket))
-            if step is None:
-                return
-            step.broke(counter, ticket)
-            over = not step.running
+            if step is not None:
+                step.broke(counter, ticket)
+                step.spoil(step.part_of(counter))
+                over = not step.running
+            if not (self.closing or self.stuck):
+                self.fabric.poller.resume_counter(counter, ticket)
+        if step is None:  # it was abandoned, or its rank is lost: what goes with it was stopped then
+            return
         detail = records.step_fault(counter, ticket, extra, step.num_bumps_of(counter))
         if len(step.signals) > 1:
             detail = f"rank {step.part_of(counter)}: {detail}"

@@ -184,6 +184,16 @@ class Step:
                 self.broke(counter, ticket)
                 self._node.fabric.poller.abandon(counter, ticket)
 
+    def spoil(self, part: int | None = None) -> None:
+        """Nothing more is posted of the requests that `fail` is about to end."""
+        for request in self._requests_of(part):
+            request.spoiled = True
+            self._node.drop_writes(request)
+
+    def _requests_of(self, part: int | None) -> list[PrefillRequest]:
+        requests = [chunk.request for chunk in self._members]
+        return [request for request in requests if part is None or len(self.signals) == 1 or part in request.ranks]
+
     def broke(self, counter: int, ticket: int) -> None:
         """It is over on that counter, and was not complete."""
         del self._node.steps[counter, ticket]
@@ -213,11 +223,10 @@ class Step:
                     mark.restore()
             for chunk in self._members:
                 chunk.request.last_armed = False  # what is stopped now must not look complete
-                chunk.request.spoiled |= started
+            if started:
+                self.spoil()  # now: a later step of them may run before the event loop does
             self.forget()
         if started:
-            for chunk in self._members:
-                node.stop_writes(chunk.request)  # now: a later step of it may run before the event loop does
             shown = zip(self.signals, self._num_bumps, strict=True)
             seen = ", ".join(f"{signal.num_bumps} of {num}" for signal, num in shown)
             which = f"step {self.ticket} of layer counter {self.counters.start}"
@@ -227,9 +236,8 @@ class Step:
 
     def fail(self, detail: str, part: int | None = None) -> None:
         """Fail the requests whose chunks go with it; `part`: only those of the ranks that bump this counter."""
-        for chunk in self._members:
-            if part is None or len(self.signals) == 1 or part in chunk.request.ranks:
-                chunk.request.failed(Reason.step_fault, detail)
+        for request in self._requests_of(part):
+            request.failed(Reason.step_fault, detail)
 
     def release_context_slots(self) -> None:
         """Give those back that were kept for it alone."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 from .counting import Counting
 from .fences import Fences
 from .flow import Flow
+from .holding import Holding
 from .interfaces import Interfaces
 from .joining import Joining
 from .rotations import Rotations
@@ -22,6 +23,6 @@ from .spoiling import Spoiling
 __all__ = ["Conformance"]
 
 
-class Conformance(Counting, Flow, Joining, Fences, Interfaces, Rotations, Spoiling):
-    """All of it: what lands and is counted, how it flows, what joins a step, several interfaces, how it ends, and what
-    switches for faults do."""
+class Conformance(Counting, Flow, Joining, Holding, Fences, Interfaces, Rotations, Spoiling):
+    """All of it: what lands and is counted, how it flows, what joins a step and what a short one holds, several
+    interfaces, how it ends, and what switches for faults do."""

@@ -173,6 +173,7 @@ class Flow:
                 f"step {first} of layer counter 0 was over after 3 of 4"
             )
             pair.source.wait(records.STOPPED, 0)
+            pair.source.poller.resume_counter(0, first)
             pair.source.run_step(second, NUM_LAYERS + 1)
             assert pair.source.wait(records.STEP_FAULT)[2] == second
             pair.source.counter.start(third)

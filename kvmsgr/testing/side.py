@@ -243,9 +243,11 @@ class Side:
         parts: Sequence[tuple[int, int]],
         transfers: Sequence[tuple[int, Order, Pairs]],
         edges: npt.NDArray[np.uint64] = NO_EDGES,
+        *,
+        deadline_s: float = DEADLINE_S,
     ) -> list[int]:
         """Arm a step on several layer counters; the part of each transfer comes first."""
-        return self.poller.begin_step(parts, *listed(transfers, edges), edges, int(DEADLINE_S * 1e9))
+        return self.poller.begin_step(parts, *listed(transfers, edges), edges, int(deadline_s * 1e9))
 
     def join(self, parts: Sequence[tuple[int, int]], transfers: Sequence[tuple[int, Order, Pairs]]) -> None:
         """Have transfers join steps that were armed before: (counter, ticket) each."""

@@ -13,6 +13,7 @@ from kvmsgr.testing.counting import Counting
 from kvmsgr.testing.fabrics import FabricUnderTest, InProcess, Libfabric, LibfabricGroup
 from kvmsgr.testing.fences import Fences
 from kvmsgr.testing.flow import Flow
+from kvmsgr.testing.holding import Holding
 from kvmsgr.testing.joining import Joining
 from kvmsgr.testing.spoiling import Spoiling
 
@@ -45,7 +46,7 @@ class TestPollerPerInterface(Conformance):
         return LibfabricGroup(NET)
 
 
-class TestIdlePoller(Counting, Flow, Joining, Fences, Spoiling):
+class TestIdlePoller(Counting, Flow, Joining, Holding, Fences, Spoiling):
     """A second poller watches each step, and has nothing to send."""
 
     @pytest.fixture

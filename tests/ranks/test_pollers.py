@@ -13,11 +13,13 @@ import kvmsgr
 from kvmsgr._ext import native
 from kvmsgr.device.cache import Memory
 from kvmsgr.errors import ConfigError, PeerLostError, StepFaultError, TransferError
+from kvmsgr.fabric import records
 from kvmsgr.fabric.libfabric import providers
 from kvmsgr.fabric.pollers import PollerGroup
 from kvmsgr.messenger import _deal
+from kvmsgr.runtime import node as runtime
 
-from .halfway import Halfway, asked, forward, halfway, run_layer, until
+from .halfway import Halfway, asked, forward, halfway, run_layer, start, until
 from .sharded import Group, Node, Sharding, move, node, within
 
 NET = next(name for name in ("tcp", "net") if name in providers())
@@ -25,6 +27,7 @@ GQA = Group(heads=4, num_pages=24)
 MLA = Group("latent", heads=1, planes=1, dim=9, num_pages=24)
 NUM_TOKENS = 80
 SLOW_NS = 900_000_000
+LATE_S = 0.3
 
 
 def pollers_of(side: Node) -> list[native.Poller]:
@@ -91,6 +94,36 @@ async def test_a_signal_that_is_missing_fails_the_request_once(counters: str) ->
         await other.check_arrives()
         steps = prefiller.lead._node.steps
         await until(lambda: {ticket for _, ticket in steps} == {2}, "the first step is over on all counters")
+
+
+@pytest.mark.parametrize("counters", ["lead", "rank"])
+async def test_a_fault_that_is_heard_of_late_is_known_to_every_thread(
+    counters: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later step of the request shows all meanwhile, and one of another request's."""
+
+    def late(node: runtime.Node, *values: int) -> None:
+        node.loop.call_later(LATE_S, type(node)._step_failed, node, *values)
+
+    monkeypatch.setitem(runtime.Node._handlers, records.STEP_FAULT, late)
+    how = {"fabric": NET, "layer_counters": counters}
+    async with (
+        node("p", [GQA], Sharding(2), pollers=2, **how) as prefiller,  # type: ignore[arg-type]
+        node("d", [GQA], Sharding(2), **how) as decoder,  # type: ignore[arg-type]
+    ):
+        one = await asked(prefiller, decoder, 1, NUM_TOKENS // 2, pages=list(range(10)))
+        other = await asked(prefiller, decoder, 2, NUM_TOKENS // 2, pages=list(range(10, 20)))
+        for each in (one, other):
+            each.request.accept()
+        start(prefiller.lead.begin_step([one.chunk(0, GQA.page_tokens // 2)]))
+        forward(one, GQA.page_tokens // 2)
+        forward(other)
+        with pytest.raises(StepFaultError, match="0 of 3"):
+            await within(one.fetch)
+        assert one.fetch.rows_landed == 0
+        await within(one.request.released())
+        await within(one.fetch.released())
+        await other.check_arrives()
 
 
 async def test_an_abandoned_step_is_announced_again() -> None:

@@ -288,6 +288,10 @@ class AheadEngine:
         for job, _, _ in forward.parts:
             job.crashed = True
 
+    def die(self, stream: int) -> None:
+        """The running forward stops where it is, and nobody says so. That shows when the next one starts."""
+        self._cut(stream, "over")
+
     def forget_signals(self, stream: int) -> None:
         """The running forward is computed to its end, without the signals that are due. That shows when the next one
         starts."""

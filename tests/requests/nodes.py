@@ -111,6 +111,11 @@ class Pair:
             **more,  # type: ignore[arg-type]  # context, payload, time_allowed_s
         )
 
+    async def connected(self) -> None:
+        """Each side has heard the other: its poller may be held from now on, and what is posted to it is on its way."""
+        sides = self.prefiller.messenger, self.decoder.messenger
+        await until(lambda: all(side.stats()["beats_heard"] for side in sides), "a heartbeat of each")
+
     async def asked(self) -> kvmsgr.PrefillRequest:
         return await within(anext(self._asked))
 

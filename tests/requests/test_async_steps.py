@@ -21,7 +21,9 @@ from hypothesis.stateful import (
 )
 
 from kvmsgr.errors import LocalProtocolError, StepFaultError, StepLimitError
+from kvmsgr.fabric import records
 from kvmsgr.fabric.inprocess import Air, use_air
+from kvmsgr.runtime.node import Node
 from kvmsgr.testing.loop import SimulatedLoop, simulate
 from kvmsgr_protocol import Reason
 
@@ -31,6 +33,7 @@ T = TypeVar("T")
 NUM_STREAMS = 2
 MOST_JOBS, MOST_AHEAD = 5, 3
 HOUR_S = 3600.0
+LATE_S = 0.3
 
 
 def one_of(things: Sequence[T], data: st.DataObject) -> T:
@@ -378,3 +381,70 @@ async def test_after_a_forward_is_given_up_nothing_it_left_unfinished_is_sent(fa
         assert engine.prefiller.stats()["posted_rows"] == 0
         engine.check()
         await engine.finish()
+
+
+def late(node: Node, *values: int) -> None:
+    """The event loop hears of a fault long after the poller has seen it."""
+    node.loop.call_later(LATE_S, Node._step_failed, node, *values)
+
+
+@pytest.mark.parametrize("how", ["the later step may go on", "the later step is over", "abandoned at last"])
+@pytest.mark.parametrize("fabric", ["inprocess", "net"])
+def test_a_page_that_a_dead_forward_has_begun_is_not_sent_by_a_later_step(
+    fabric: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The decoder would have every row before the event loop hears of it, some of which were never computed."""
+
+    async def scenario(air: Air | None = None) -> None:
+        async with ahead(fabric, context=False) as engine:
+            dies, goes_on, last = [await engine.fetch(PAGE_TOKENS) for _ in range(3)]
+            dead = engine.announce(0, [(dies, PAGE_TOKENS // 2)])
+            announced_whole(engine, dies, goes_on)
+            announced_whole(engine, last)
+            engine.start(0)
+            engine.bump(0)
+            engine.die(0)
+            run_whole(engine)
+            told = "over"
+            if how == "the later step is over":
+                run_whole(engine)
+            elif how == "abandoned at last":
+                await asyncio.sleep(LATE_S / 2)
+                dead.step.abandon()
+                told = "abandoned"
+                dies.faults.append(f"step 1 of layer counter 0 was {told}")
+            with pytest.raises(StepFaultError, match=f"step 1 of layer counter 0 was {told} after 1 of {LAYERS}"):
+                await within(dies.fetch)
+            assert dies.fetch.rows_landed == 0
+            await within(goes_on.fetch)
+            engine.check()
+            await engine.finish()
+
+    monkeypatch.setitem(Node._handlers, records.STEP_FAULT, late)
+    if fabric == "inprocess":
+        simulate(scenario, 0)
+    else:
+        asyncio.run(scenario())
+
+
+def test_the_poller_hears_what_must_not_go_before_it_lets_the_rest_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(air: Air) -> None:
+        async with ahead("inprocess", context=False) as engine:
+            dies, goes_on = [await engine.fetch(PAGE_TOKENS) for _ in range(2)]
+            poller, told = engine.node.fabric.poller, list[tuple[str, int, int]]()
+            stop, resume_counter = poller.stop, poller.resume_counter
+            monkeypatch.setattr(poller, "stop", lambda *to: (told.append(("stop", *to)), stop(*to)))
+            monkeypatch.setattr(
+                poller, "resume_counter", lambda *at: (told.append(("resume", *at)), resume_counter(*at))
+            )
+            engine.announce(0, [(dies, PAGE_TOKENS // 2)])
+            announced_whole(engine, dies, goes_on)
+            engine.start(0)
+            engine.die(0)
+            run_whole(engine)
+            await within(goes_on.fetch)
+            (link,) = dies.request.peer.open_links
+            assert told[:2] == [("stop", link, dies.request.tag), ("resume", 0, 1)]
+            await engine.finish()
+
+    simulate(scenario, 0)

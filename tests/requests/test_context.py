@@ -206,6 +206,7 @@ def test_the_slot_of_a_cancelled_fetch_is_held_while_its_context_is_in_the_air(f
             await check_arrives(fetch, 3)
             fetch, request = await begun(both)
             write(request, 1)
+            await both.connected()
             held = both.decoder.node.fabric.poller
             held.hold(True)
             both.begin(Chunk(request, 0, NUM_POSITIONS, SPANS, ready=True))

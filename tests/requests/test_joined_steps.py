@@ -7,6 +7,7 @@ import pytest
 import kvmsgr
 from kvmsgr import Chunk, Span
 from kvmsgr.errors import LocalProtocolError, StepFaultError
+from kvmsgr.fabric import records
 from kvmsgr_protocol import Reason
 
 from .nodes import DIM, FABRICS, LAYERS, ROWS_A_POSITION, Pair, pair, run, until, within
@@ -237,9 +238,10 @@ def test_a_step_of_which_no_word_has_come_yet(monkeypatch: pytest.MonkeyPatch) -
             take = poller.take
             monkeypatch.setattr(poller, "take", lambda *args: kept.extend(take(*args)) or [])
             both.forward(both.begin(Chunk(request, 0, HELD, [Span(0, 0, [5, 6])])), 1, [5, 6])
-            await within(other)  # so that the first step is over
+            await until(lambda: any(record[0] == records.STEP_FAULT for record in kept), "the first step is over")
             two.join()
-            await until(lambda: len(kept) > 4, "the poller has looked at it")
+            stopped = records.STOPPED, two.request.tag
+            await until(lambda: any(record[:2] == stopped for record in kept), "the poller has looked at it")
             monkeypatch.undo()
             both.prefiller.node._records.extend(record for record in kept if record[1] == two.request.tag)
             both.prefiller.node._read_records()
@@ -250,6 +252,7 @@ def test_a_step_of_which_no_word_has_come_yet(monkeypatch: pytest.MonkeyPatch) -
             both.prefiller.node._records.extend(record for record in kept if record[1] != two.request.tag)
             both.prefiller.node._read_records()
             await two.check_fails("step 1")
+            await within(other)  # what the second step has shown waits until the fault is known
 
     run("inprocess", scenario)
 

@@ -252,6 +252,7 @@ cdef extern from "poller.h" nogil:
     c_bool kv_join_step(kv_poller **pollers, uint32_t num_pollers, const kv_part *parts, uint32_t num_parts,
                         uint64_t *tickets, const kv_order *orders, size_t num_orders, kv_error *e)
     c_bool kv_abandon(kv_poller *p, uint32_t stream, uint64_t ticket, kv_error *e)
+    c_bool kv_resume_stream(kv_poller *p, uint32_t stream, uint64_t ticket, kv_error *e)
     c_bool kv_stop_tag(kv_poller *p, uint32_t link, uint32_t tag, kv_error *e)
     unsigned kv_take(kv_poller *p, kv_record *out, unsigned max)
     c_bool kv_inject(kv_poller *p, kv_fault fault, uint64_t nth, kv_error *e)

@@ -1160,6 +1160,18 @@ cdef class Poller:
         if not ok:
             raise _error(&e, self.provider)
 
+    def resume_counter(self, uint32_t counter, uint64_t ticket):
+        """Answers a STEP_FAULT record, after what must not be posted because of it was stopped.
+
+        A step that was over before it had shown all its bumps holds back what later steps of its counter show, whether
+        they were begun already or not, and what joins them. This lets it go, unless another such step holds it."""
+        cdef kv_error e
+        cdef c_bool ok
+        with nogil:
+            ok = kv_resume_stream(self.poller, counter, ticket, &e)
+        if not ok:
+            raise _error(&e, self.provider)
+
     def stop(self, uint32_t link, uint32_t tag):
         """Drops what is not posted yet of every transfer with this tag; each ends with a STOPPED record."""
         cdef kv_error e

@@ -359,6 +359,14 @@ class InProcessPoller:
                 raise ValueError(f"there is no layer counter {counter}")
             self._engine.command(lambda: streams[counter].abandon(ticket))
 
+    def resume_counter(self, counter: int, ticket: int) -> None:
+        with self.air.lock:
+            self._check_open()
+            streams = self._engine.streams
+            if not 0 <= counter < len(streams):
+                raise ValueError(f"there is no layer counter {counter}")
+            self._engine.command(lambda: streams[counter].resume(ticket))
+
     def stop(self, link: int, tag: int) -> None:
         with self.air.lock:
             self._check_open()

@@ -32,6 +32,7 @@ class Step:
     transfers: list[Transfer]
     seen: int | None = None
     faulted: bool = False
+    known: bool = False  # that it is short: the counter was resumed before this was seen
 
     @property
     def waits(self) -> bool:
@@ -46,6 +47,9 @@ class Step:
 
 class Stream:
     """One layer counter as the poller sees it.
+
+    A step that turns out short holds what later ones show: `held` are, by ticket, such steps that the outside does not
+    know of yet, and complete ones behind them that are over as well.
 
     A ring slot is lent to one ticket at a time: `_turns[slot]` has it, or 0. A ticket whose slot is lent is not given.
     `_complete[slot]` is the last one that had it and was complete, and its bumps.
@@ -62,6 +66,7 @@ class Stream:
     ) -> None:
         self.counter = counter
         self.steps: list[Step] = []
+        self.held: list[Step] = []
         self._state = state
         self._index = index
         self._report = report
@@ -103,6 +108,7 @@ class Stream:
         complete, bumps = self._complete[ticket % len(self._turns)]
         num_bumps = step.num_bumps if step is not None else bumps if complete == ticket else -1
         shown = num_bumps if step is None else step.seen
+        held, late = self._is_held(ticket), Step(ticket, num_bumps, 0, [], shown)  # as its step, where that is over
         lost: dict[int, list[Transfer]] = {}
         for transfer in transfers:
             if transfer.template.entries[-1].signal > num_bumps:
@@ -111,8 +117,12 @@ class Stream:
             self._arrive(transfer)
             if step is not None:
                 step.transfers.append(transfer)
-            if shown is not None and not transfer.stopped:
+            elif held:
+                late.transfers.append(transfer)
+            if shown is not None and not transfer.stopped and not held:
                 self._show(transfer, shown)
+        if late.transfers:
+            self._hold(late)
         for tag, its in lost.items():
             self._report(JOIN_LOST, tag, ticket, self._index)
             for transfer in its:
@@ -127,12 +137,19 @@ class Stream:
 
     def watch(self) -> bool:
         """Read the words; a step that has begun ends the older ones. Says whether any had moved."""
-        moved = [step for step in self.steps if self._look(step)]
-        if moved:
-            newest = self.steps.index(moved[-1])
-            for step in self.steps[:newest]:
-                self._finish(step, FEWER)
+        moved = [step for step in list(self.steps) if self._look(step)]
         return bool(moved)
+
+    def resume(self, ticket: int) -> None:
+        """The outside knows that this step is short: it holds nothing any more, nor will it."""
+        for step in self.steps:
+            step.known |= step.ticket == ticket
+        self.held = [step for step in self.held if step.ticket != ticket or not step.waits]
+        while self.held and not self.held[0].waits:
+            self._show_all(self.held[0])
+            del self.held[0]
+        for step in self.steps:
+            self._show_all(step)
 
     def check_deadlines(self, now_ns: int) -> None:
         for step in list(self.steps):
@@ -142,17 +159,33 @@ class Stream:
     def close(self) -> None:
         for step in list(self.steps):
             self._remove(step)
+        for step in self.held:
+            self._stop_unreleased(step)
+        self.held.clear()
 
     def _look(self, step: Step) -> bool:
         bumps = self.counter.bumps_of(step.ticket)
         if bumps is None or bumps == step.seen:
             return False
         step.seen = bumps
-        for transfer in step.unreleased:
-            self._show(transfer, bumps)
+        for older in self.steps[: self.steps.index(step)]:
+            self._finish(older, FEWER)  # whether it is short is found before anything of this one is released
+        self._show_all(step)
         if bumps > step.num_bumps:
             self._fault(step, MORE)
         return True
+
+    def _is_held(self, ticket: int) -> bool:
+        return bool(self.held) and self.held[0].ticket < ticket
+
+    def _hold(self, step: Step) -> None:
+        self.held.append(step)
+        self.held.sort(key=lambda other: other.ticket)
+
+    def _show_all(self, step: Step) -> None:
+        if step.seen is not None and not self._is_held(step.ticket):
+            for transfer in step.unreleased:
+                self._show(transfer, step.seen)
 
     def _show(self, transfer: Transfer, bumps: int) -> None:
         self._state.leg_signalled(transfer.tag, bumps)
@@ -172,7 +205,13 @@ class Stream:
             self._fault(step, when_short)
         elif not step.faulted:
             self._report(STEP_ENDED, self._index, step.ticket, step.seen or 0)
+        if step.seen is not None and not step.waits and self._is_held(step.ticket):
+            self.steps.remove(step)
+            self._hold(step)
+            return
         self._remove(step)
+        if step.waits and not step.known:
+            self._hold(step)
 
     def _give_back(self, ticket: int) -> None:
         self._turns[ticket % len(self._turns)] = 0
@@ -180,5 +219,8 @@ class Stream:
     def _remove(self, step: Step) -> None:
         """What still waits for bumps is stopped."""
         self.steps.remove(step)
+        self._stop_unreleased(step)
+
+    def _stop_unreleased(self, step: Step) -> None:
         for transfer in step.unreleased:
             self._stop(transfer)
