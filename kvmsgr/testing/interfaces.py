@@ -37,7 +37,7 @@ from .side import (
 
 ALL_ROWS = NUM_PAGES * ROWS_A_PAGE
 FIRST_PORT = 1
-HEARTBEAT_NS, LEASE_BEATS = 50_000_000, 25
+HEARTBEAT_NS, LEASE_BEATS = 50_000_000, 40
 NICS = [(2, 2), (1, 2), (2, 1), (3, 2)]
 WIDE = pytest.mark.parametrize("nics", NICS, ids=["2:2", "1:2", "2:1", "3:2"])
 

@@ -91,7 +91,7 @@ async def test_a_step_that_runs_fewer_or_more_layers_is_named(num_bumps: int, sa
 
 
 async def test_a_step_that_never_ends_fails_at_its_deadline() -> None:
-    async with pair("net", context=False, step_timeout_s=0.1) as both:
+    async with pair("net", context=False, step_timeout_s=0.5) as both:
         fetch, request = await started(both)
         both.run(both.prefiller.messenger.begin_step([whole(request)]), 1, SRC, num_bumps=1)
         with pytest.raises(StepFaultError, match=f"1 of {LAYERS} layer signals"):
@@ -131,7 +131,7 @@ async def test_an_engine_may_give_up_in_the_middle() -> None:
 
 async def test_the_time_allowed_is_kept_on_both_sides() -> None:
     async with pair("net") as both:
-        fetch = both.fetch("r", NUM_TOKENS, DST, time_allowed_s=0.1)
+        fetch = both.fetch("r", NUM_TOKENS, DST, time_allowed_s=1.0)
         request = await both.asked()
         with pytest.raises(TransferTimeout, match="0 of"):
             await within(fetch)

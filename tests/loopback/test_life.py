@@ -97,7 +97,7 @@ async def test_an_answer_that_cannot_be_sent_is_refused_and_the_request_lives() 
 
 async def test_a_request_that_nobody_took_up_leaves_its_pages_free() -> None:
     async with pair("net") as both:
-        fetch = both.fetch("r", 3, [0], time_allowed_s=0.1)
+        fetch = both.fetch("r", 3, [0], time_allowed_s=1.0)
         request = await both.asked()
         with pytest.raises(TransferTimeout):
             await within(fetch)

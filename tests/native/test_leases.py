@@ -24,7 +24,7 @@ from tests.native.loopback import (
 )
 from tests.native.target import Target
 
-HEARTBEAT_NS, LEASE_NS = 20_000_000, 200_000_000
+HEARTBEAT_NS, LEASE_NS = 50_000_000, 500_000_000
 SCATTERED = [(page, (page * 7 + 3) % NUM_PAGES) for page in range(NUM_PAGES)]
 ALL_ROWS = NUM_PAGES * NUM_LAYERS * PAGE_ROWS
 
@@ -42,7 +42,7 @@ def wait_for(node: Node, stat: str, num: int) -> None:
 def test_an_idle_pair_lives_on(provider: str) -> None:
     with Pair(provider, heartbeat_ns=HEARTBEAT_NS, lease_ns=LEASE_NS) as pair:
         for node in (pair.source, pair.target):
-            wait_for(node, "beats_heard", 4 * LEASE_NS // HEARTBEAT_NS)
+            wait_for(node, "beats_heard", 2 * LEASE_NS // HEARTBEAT_NS)
             assert not node.drain(native.LINK_FAILED, native.STRAY)
             assert node.poller.stats()["landed_writes"] == 0, "heartbeats are counted by themselves"
         pair.expect(1)

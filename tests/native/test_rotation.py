@@ -25,7 +25,7 @@ from tests.native.target import Target
 
 SCATTERED = [(page, (page * 7 + 3) % NUM_PAGES) for page in range(NUM_PAGES)]
 ALL_ROWS = NUM_PAGES * NUM_LAYERS * PAGE_ROWS
-LEASE_NS = 400_000_000
+LEASE_NS = 1_000_000_000
 
 
 @pytest.fixture

@@ -213,7 +213,7 @@ def join(version: int = VERSION) -> bytes:
     ],
 )
 async def test_a_stranger_is_turned_away_and_keeps_nobody_out(tmp_path: Path, packet: bytes, why: str) -> None:
-    listening = asyncio.ensure_future(WorkerGroup.listen(address_in(tmp_path), 1, timeout_s=0.5))
+    listening = asyncio.ensure_future(WorkerGroup.listen(address_in(tmp_path), 1, timeout_s=1.0))
     await until((tmp_path / "workers").exists, "it listens")
     with raw_link(tmp_path) as silent, raw_link(tmp_path) as stranger:
         stranger.send(packet)
@@ -240,7 +240,7 @@ async def test_a_stranger_is_turned_away_and_keeps_nobody_out(tmp_path: Path, pa
 
 
 async def test_another_user_is_turned_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    listening = asyncio.ensure_future(WorkerGroup.listen(address_in(tmp_path), 1, timeout_s=0.3))
+    listening = asyncio.ensure_future(WorkerGroup.listen(address_in(tmp_path), 1, timeout_s=1.0))
     await until((tmp_path / "workers").exists, "it listens")
     mine = os.geteuid()
     monkeypatch.setattr("os.geteuid", lambda: mine + 1)
@@ -251,7 +251,7 @@ async def test_another_user_is_turned_away(tmp_path: Path, monkeypatch: pytest.M
 
 
 async def test_those_that_connect_and_say_nothing_are_not_collected(tmp_path: Path) -> None:
-    listening = asyncio.ensure_future(WorkerGroup.listen(address_in(tmp_path), 1, timeout_s=0.5))
+    listening = asyncio.ensure_future(WorkerGroup.listen(address_in(tmp_path), 1, timeout_s=1.0))
     await until((tmp_path / "workers").exists, "it listens")
     links = [raw_link(tmp_path) for _ in range(65)]
     with pytest.raises(WorkersMissingError, match="64 others have connected and not said which rank they are"):
