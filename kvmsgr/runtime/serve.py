@@ -264,7 +264,7 @@ class PrefillRequest:
         already this only waits, for the pages would not come back any sooner; what is over stays as it is.
 
         A `send_context` that was due is not any more, as with `fail`. The context slot is held until the steps that
-        were announced have shown all their signals; a request that comes back needs another one, or is refused as busy.
+        were announced have shown all their signals; the request comes back when there is one for it.
 
         Returns:
             Rows that were posted.
