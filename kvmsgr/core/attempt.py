@@ -67,10 +67,11 @@ class LegRestarted:
 
 @dataclass(frozen=True, slots=True)
 class TimeExpired:
-    """The time allowed ran out."""
+    """The time allowed ran out. `stand` tells how far its legs were."""
 
     rows: int
     time_allowed_s: float
+    stand: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +144,8 @@ def _failure(attempt: Attempt, event: object) -> Failure:
         case CountStalled(rows, posted):
             detail = f"{rows} of {expected} rows landed, the peer posted {posted}, and no more are landing"
             return Failure(Reason.short_count, detail, rows, expected)
-        case TimeExpired(rows, time_allowed_s):
-            detail = f"{rows} of {expected} rows landed in the {time_allowed_s:g} s allowed"
+        case TimeExpired(rows, time_allowed_s, stand):
+            detail = f"{rows} of {expected} rows landed in the {time_allowed_s:g} s allowed; {stand}"
             return Failure(Reason.timeout, detail, rows, expected)
         case Cancelled(rows, why):
             return Failure(Reason.cancelled, f"cancelled after {rows} of {expected} rows: {why}", rows, expected)

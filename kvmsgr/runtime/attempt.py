@@ -40,6 +40,13 @@ if TYPE_CHECKING:
     from .peer import PeerDriver
 
 log = structlog.get_logger("kvmsgr")
+FAR = {
+    legs.LegState.waiting: "is not connected yet, or was busy",
+    legs.LegState.dispatched: "has not answered",
+    legs.LegState.accepted: "has accepted it, and not posted all",
+    legs.LegState.sent: "has posted all",
+    legs.LegState.draining: "was to stop, and has not said what it posted",
+}
 HELD = frozenset({AttemptState.quarantined, AttemptState.restarting})
 
 
@@ -205,7 +212,8 @@ class Attempt:
 
     def expire(self, time_allowed_s: float) -> None:
         """The time is over that the request was allowed."""
-        self._feed(core.TimeExpired(self.rows_landed, time_allowed_s))
+        stand = "; ".join(f"{peer.name} {FAR.get(leg.state, leg.state)}" for peer, leg in self.legs.items())
+        self._feed(core.TimeExpired(self.rows_landed, time_allowed_s, stand))
 
     def close(self) -> None:
         self._feed(core.Closed(self.rows_landed))

@@ -33,7 +33,7 @@ EXAMPLES: dict[type, object] = {
     attempt.CountStalled: attempt.CountStalled(9, 10),
     attempt.LegFailed: attempt.LegFailed(FAILURE),
     attempt.LegRestarted: attempt.LegRestarted(PREEMPTED),
-    attempt.TimeExpired: attempt.TimeExpired(9, 1.5),
+    attempt.TimeExpired: attempt.TimeExpired(9, 1.5, "p has posted all"),
     attempt.Cancelled: attempt.Cancelled(9, "nobody waits for it"),
     attempt.Closed: attempt.Closed(9),
     attempt.LegsClean: attempt.LegsClean(),

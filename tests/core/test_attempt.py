@@ -30,6 +30,7 @@ from kvmsgr_protocol import Reason
 
 from .machines import EXAMPLES, FAILURE, PREEMPTED, events_of
 
+STAND = "p has posted all"
 DECIDERS = [RowsCounted, CountOverflowed, CountStalled, LegFailed, TimeExpired, Cancelled, Closed, LegRestarted]
 
 
@@ -43,7 +44,7 @@ def test_all_rows_make_it_ready_and_free_its_pages() -> None:
     ("event", "reason", "said"),
     [
         (CountStalled(9, 10), Reason.short_count, "9 of 10 rows landed, the peer posted 10"),
-        (TimeExpired(9, 1.5), Reason.timeout, "9 of 10 rows landed in the 1.5 s allowed"),
+        (TimeExpired(9, 1.5, STAND), Reason.timeout, f"9 of 10 rows landed in the 1.5 s allowed; {STAND}"),
         (CountOverflowed(11), Reason.overflow, "11 rows landed where 10 were expected"),
         (LegFailed(FAILURE), Reason.engine, "the engine said so"),
         (Cancelled(4, "the client left"), Reason.cancelled, "cancelled after 4 of 10 rows: the client left"),
@@ -63,7 +64,7 @@ def test_a_failure_is_told_with_its_numbers_and_frees_nothing(event: object, rea
 
 
 def test_too_many_rows_end_the_epoch_of_the_peers_whatever_the_attempt_came_to() -> None:
-    for first in ([], [CountStalled(9, 10)], [TimeExpired(9, 1.0)]):
+    for first in ([], [CountStalled(9, 10)], [TimeExpired(9, 1.0, STAND)]):
         attempt = Attempt("r", 10)
         for event in first:
             attempt.feed(event)
@@ -78,7 +79,7 @@ def test_rows_that_are_lost_end_the_epoch_of_the_peers() -> None:
 
 def test_the_full_count_frees_the_pages_of_a_failed_attempt() -> None:
     attempt = Attempt("r", 10)
-    attempt.feed(TimeExpired(9, 1.0))
+    attempt.feed(TimeExpired(9, 1.0, STAND))
     assert attempt.feed(RowsCounted(10)) == [ReleasePages()]
     assert attempt.state is AttemptState.released
 
@@ -98,7 +99,9 @@ def test_a_preempted_attempt_is_followed_by_another_once_nothing_can_land(proof:
     assert attempt.state is AttemptState.replaced
 
 
-@pytest.mark.parametrize("event", [LegFailed(FAILURE), TimeExpired(4, 1.5), Cancelled(4, "the client left"), Closed(4)])
+@pytest.mark.parametrize(
+    "event", [LegFailed(FAILURE), TimeExpired(4, 1.5, STAND), Cancelled(4, "the client left"), Closed(4)]
+)
 def test_a_request_may_fail_before_its_next_attempt(event: object) -> None:
     attempt = Attempt("r", 10)
     attempt.feed(LegRestarted(PREEMPTED))

@@ -121,7 +121,7 @@ class BothSides:
         self.feed_attempt(attempt.Cancelled(self.now.landed, "the client left"))
 
     def time_runs_out(self) -> None:
-        self.feed_attempt(attempt.TimeExpired(self.now.landed, 1.0))
+        self.feed_attempt(attempt.TimeExpired(self.now.landed, 1.0, "late"))
 
     def lose_prefiller(self) -> None:
         self.decoder_lost = True
