@@ -223,7 +223,7 @@ def test_a_draft_layer_is_fitted_once_and_named_by_the_fingerprint(
     assert capsys.readouterr().out == ""
     assert torch.equal(first.weights["draft.out"], again.weights["draft.out"])
     monkeypatch.setattr(mtp, "RIDGE", 1.0)
-    other = mtp.with_draft_layer(tiny.checkpoint(), tmp_path / "elsewhere")
+    other = mtp.with_draft_layer(tiny.checkpoint(), tmp_path)
     names = {own.fingerprint for own in (tiny.checkpoint(), first, again, other)}
     assert len(names) == 3
 
