@@ -29,9 +29,7 @@ def test_drafts_from_zeros_are_worse_and_answers_the_same(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "options",
     [
-        "--docstrings 4 --prefill-tp 3 --page-tokens 16:32",
-        "--model random8 --docstrings 4 --prefill-tp 2 --decode-tp 4 --counters rank --groups 2",
-        "--model random8 --docstrings 4 --latent --decoders 2 --layout nhd:hnd --grammar digits",
+        "--model random8 --docstrings 4 --prefill-tp 2 --counters rank --groups 2 --layout nhd:hnd --grammar digits",
         "--model random8 --docstrings 4 --repeat 2 --prefix-cache --decode-preempt 2 --preempt 3",
     ],
 )
@@ -76,7 +74,7 @@ def test_how_many_tokens_are_generated_where_nobody_says() -> None:
 def test_options_about_drafts_that_mean_nothing_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for wrong, why in (
         (["--zero-hidden"], "it needs --speculate"),
-        (["--docstrings", "5", "--prompt-file", "x"], "not from both"),
+        (["--docstrings", "5", "--prompt-file", "x"], "one of them"),
         (["--grammar", "haiku"], "invalid choice: 'haiku'"),
     ):
         with pytest.raises(SystemExit, match="2"):

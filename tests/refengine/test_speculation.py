@@ -210,7 +210,9 @@ def test_acceptance_must_be_equal_or_with_zeros_clearly_worse() -> None:
     text = "\n".join(worse.lines())
     assert "ratio 0.80, which IS NOT at most 0.7" in text
     assert acceptance([]).rate == 0
-    assert not speculation(5, False, [], []).ok  # nothing drafted shows nothing
+    nothing = speculation(5, False, [], [])
+    assert not nothing.ok
+    assert nothing.lines()[-1] == "NOTHING WAS DRAFTED"
 
 
 def test_a_draft_layer_is_fitted_once_and_named_by_the_fingerprint(
