@@ -11,6 +11,7 @@ import torch
 
 from tests.refengine import in_threads, tiny
 from tools.refengine import mtp
+from tools.refengine.cache import PagedCache
 from tools.refengine.docstrings import FOR_FITTING, FOR_PROMPTS, docstrings
 from tools.refengine.engine import Engine
 from tools.refengine.generation import Draft, Generation, Generator
@@ -30,10 +31,17 @@ PROMPTS = [
 
 
 def run(spec: CacheSpec, num_drafts: int, step_tokens: int = 1000, max_running: int = 1, seed: int = 0) -> list[Answer]:
+    """All prompts together."""
     engine = tiny.engine(own_spec=spec, seed=seed)
     answers = run_alone(engine, PROMPTS, NEW_TOKENS, step_tokens, max_running, num_drafts=num_drafts)
     assert tiny.all_free(engine)
     return answers
+
+
+def run_each(num_drafts: int) -> list[Answer]:
+    """Every prompt by itself."""
+    engine = tiny.engine(own_spec=tiny.spec(draft=num_drafts > 0))
+    return [run_alone(engine, [prompt], NEW_TOKENS, 1000, num_drafts=num_drafts)[0] for prompt in PROMPTS]
 
 
 def check(answers: list[Answer], expected: list[Answer], drafted: list[Answer] | None = None) -> None:
@@ -44,12 +52,12 @@ def check(answers: list[Answer], expected: list[Answer], drafted: list[Answer] |
 
 @pytest.fixture(scope="module")
 def plain() -> list[Answer]:
-    return run(tiny.spec(), 0)
+    return run_each(0)
 
 
 @pytest.fixture(scope="module")
 def drafted() -> list[Answer]:
-    return run(tiny.spec(draft=True), 3)
+    return run_each(3)
 
 
 def test_drafts_change_no_bit_and_save_steps(plain: list[Answer], drafted: list[Answer]) -> None:
@@ -128,6 +136,31 @@ def test_keys_and_values_of_the_draft_layer_matter_and_only_to_drafts() -> None:
     wrong = generate(generator, generator.begin(job, hidden))
     assert difference_of(right, wrong) is None
     assert not torch.equal(right.drafts[0].states, wrong.drafts[0].states)
+
+
+def draft_rows(engine: Engine, job: Job, num_positions: int) -> torch.Tensor:
+    """What the draft layer stored of the first positions: [planes, heads, positions, dim]."""
+    cache: PagedCache = engine.ranks.caches[1]  # type: ignore[attr-defined]  # it is an OnlyRank
+    pages = cache.tensor[0, job.held[1].pages]  # [page, plane, head, token, dim]
+    return pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :num_positions]
+
+
+def test_what_generating_stores_in_the_draft_layer_is_what_prefilling_the_same_tokens_stores() -> None:
+    engine, job, hidden = prefilled()
+    generator = Generator(engine, NEW_TOKENS, 3)
+    generation = generator.begin(job, hidden)
+    num_final = 0
+    while not generator.is_finished(generation):
+        before = len(generation.sequence), len(generation.drafts)
+        generator.step([generation])
+        if len(generation.drafts) > before[1]:
+            num_final = before[0] - 1  # later ones are of drafts
+    assert num_final > job.num_prefill + 3
+    assert len({draft.num_accepted for draft in generation.drafts}) > 1
+    other = tiny.engine(own_spec=tiny.spec(draft=True), seed=5)
+    again = Job("again", generation.sequence, other.allocate(len(generation.sequence)) or [])
+    other.prefill([Piece(again, 0, again.num_prefill)])
+    assert torch.equal(draft_rows(engine, job, num_final), draft_rows(other, again, num_final))
 
 
 def test_a_page_of_the_draft_layer_that_nobody_wrote_is_noticed() -> None:
@@ -210,7 +243,9 @@ def test_acceptance_must_be_equal_or_with_zeros_clearly_worse() -> None:
     text = "\n".join(worse.lines())
     assert "ratio 0.80, which IS NOT at most 0.7" in text
     assert acceptance([]).rate == 0
-    assert not speculation(5, False, [], []).ok  # nothing drafted shows nothing
+    nothing = speculation(5, False, [], [])
+    assert not nothing.ok
+    assert nothing.lines()[-1] == "NOTHING WAS DRAFTED"
 
 
 def test_a_draft_layer_is_fitted_once_and_named_by_the_fingerprint(
@@ -223,7 +258,7 @@ def test_a_draft_layer_is_fitted_once_and_named_by_the_fingerprint(
     assert capsys.readouterr().out == ""
     assert torch.equal(first.weights["draft.out"], again.weights["draft.out"])
     monkeypatch.setattr(mtp, "RIDGE", 1.0)
-    other = mtp.with_draft_layer(tiny.checkpoint(), tmp_path / "elsewhere")
+    other = mtp.with_draft_layer(tiny.checkpoint(), tmp_path)
     names = {own.fingerprint for own in (tiny.checkpoint(), first, again, other)}
     assert len(names) == 3
 

@@ -59,9 +59,9 @@ class Speculation:
     def ok(self) -> bool:
         """Whether the drafts are what they should be: equal, or with zeros clearly worse. (That each prompt's are
         equal is told by its difference.)"""
-        if self.ratio is None:
-            return False
-        return self.ratio <= WORTH if self.zero_hidden else self.moved == self.alone
+        if self.zero_hidden:
+            return self.ratio is not None and self.ratio <= WORTH
+        return self.moved == self.alone and self.moved.num_proposed > 0
 
     def lines(self) -> list[str]:
         """For people."""
@@ -77,7 +77,7 @@ class Speculation:
                 "              hides among the drafts of later ones, and the ratio tends to 1)",
             ]
         elif not self.ok:
-            lines.append("DRAFTS DIFFER, or none was accepted")
+            lines.append("DRAFTS DIFFER" if self.alone.num_proposed else "NOTHING WAS DRAFTED")
         return lines
 
 
