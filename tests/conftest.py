@@ -10,10 +10,14 @@ from pathlib import Path
 
 import pytest
 import uvloop
+from hypothesis import settings
 
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 
 LOOPBACK_TESTS = Path(__file__).parent / "loopback"
+
+settings.register_profile("any machine", deadline=None)  # a busy one now and then stands still for a second
+settings.load_profile("any machine")
 
 
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> Mapping[str, LoopFactory]:

@@ -106,9 +106,11 @@ class Joining:
                 pair.source.run_step(ticket, NUM_LAYERS - 1)
                 pair.source.counter.start(pair.source.begin([]))
                 pair.source.wait(records.STEP_FAULT)
+                pair.source.wait_rounds()  # where several threads watch, each sees it by itself
             elif how.startswith("more"):
                 pair.source.run_step(ticket, NUM_LAYERS + 1)
                 pair.source.wait(records.STEP_FAULT)
+                pair.source.wait_rounds()
                 if how.endswith("over"):
                     last = pair.source.begin([])
                     pair.source.run_step(last)
