@@ -66,7 +66,7 @@ def main() -> None:
         python = out / "venv" / "bin" / "python"
         run(*pip, "--python", python, "install", "--quiet", "-c", CONSTRAINTS, wheel)
         run(python, "-I", "-c", PROBE, cwd=out)
-        run(python.with_name("kvmsgr-cli"), "--version", cwd=out)
+        run(python, "-I", python.with_name("kvmsgr-cli"), "--version", cwd=out)
 
 
 if __name__ == "__main__":
