@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,12 +24,13 @@ from kvmsgr.errors import KvmsgrError, LocalProtocolError, StepFaultError
 from kvmsgr.runtime.node import Node
 from kvmsgr_protocol import Reason
 
+from .nodes import until, within
+
 LAYERS, PAGES, HEADS, PAGE_TOKENS, DIM = 3, 64, 2, 4, 4
 ROWS_A_LAYER = 2 * HEADS  # and position
 NUM_CONTEXT_SLOTS = 16
 POISON, DRAFT = -1.0, -2.0
 
-T = TypeVar("T")
 Floats = npt.NDArray[np.float32]
 Flags = npt.NDArray[np.bool_]
 Indices = npt.NDArray[np.int64]
@@ -356,16 +356,21 @@ class AheadEngine:
             await asyncio.sleep(0)
             self.check()
 
+    async def polled(self) -> None:
+        """Let the poller go round, so that it has seen everything that was done before."""
+        before = self.node.fabric.poller.stats()["rounds"]
+        await until(lambda: self.node.fabric.poller.stats()["rounds"] >= before + 2, "the poller goes round twice")
+
     async def finish(self) -> None:
         """Every request that can arrives, what was said wrongly is found, and nothing is held any more."""
         await self.run_all()
-        await asyncio.sleep(0.01)  # the poller sees what was abandoned
+        await self.polled()  # it sees what was abandoned
         for stream in self.streams:
             await self.fetch(PAGE_TOKENS)
             for job in [job for job in self.jobs if job.left]:
                 self.announce(stream, [(job, job.left)])
                 await self.run_all()
-                await asyncio.sleep(0.01)
+                await self.polled()
         for job in list(self.jobs):
             await self.reap(job)
         await until(lambda: len(self.node.steps) <= len(self.streams), "steps that are over are forgotten")
@@ -378,20 +383,6 @@ async def _result(fetch: kvmsgr.Fetch) -> kvmsgr.Arrival | KvmsgrError:
         return await fetch
     except KvmsgrError as error:
         return error
-
-
-async def within(awaitable: Awaitable[T], seconds: float = 20) -> T:
-    async with asyncio.timeout(seconds):
-        return await awaitable
-
-
-async def until(condition: Callable[[], bool], what: str, seconds: float = 20) -> None:
-    """Let time pass until it holds."""
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + seconds
-    while not condition():
-        assert loop.time() < deadline, f"not within {seconds} s: {what}"
-        await asyncio.sleep(0.0005)
 
 
 @asynccontextmanager

@@ -27,7 +27,8 @@ from kvmsgr.runtime.node import Node
 from kvmsgr.testing.loop import SimulatedLoop, simulate
 from kvmsgr_protocol import Reason
 
-from .ahead import LAYERS, PAGE_TOKENS, ROWS_A_LAYER, AheadEngine, Forward, Job, ahead, until, within
+from .ahead import LAYERS, PAGE_TOKENS, ROWS_A_LAYER, AheadEngine, Forward, Job, ahead
+from .nodes import until, within
 
 T = TypeVar("T")
 NUM_STREAMS = 2
