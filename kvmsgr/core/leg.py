@@ -84,8 +84,7 @@ class PeerRestarted:
 
 @dataclass(frozen=True, slots=True)
 class PutOff:
-    """The peer is busy, and took its pages back before: it may be asked again, for it is not the engine that wants to
-    know of it."""
+    """The peer is busy, and took its pages back before: it is asked again, and the engine need not hear of it."""
 
     failure: Failure
 
